@@ -60,8 +60,8 @@ impl Place<'_> {
         shared.blocks.saturating_sub(self.held.in_memory())
     }
 
-    /// Whether it gets the copy. Requests that use it need as many blocks of G1. Where these are nearly all in use, each
-    /// further prefix delays the requests that wait for blocks.
+    /// Whether it can get the copy. Requests that use it need as many blocks of G1. Where these are nearly all in use,
+    /// each further prefix delays the requests that wait for blocks.
     fn is_receiver(&self, shared: SharedPrefix) -> bool {
         self.may_receive && !self.has_copy(shared) && self.estimate.has_room(shared.blocks.into())
     }

@@ -9,7 +9,8 @@ use std::collections::HashMap;
 /// Blocks of one event are neighbours in the array, so storing them touches few cache lines and memory pages; in one
 /// table with the hashes each would touch several of its own.
 pub(super) struct Table<E> {
-    /// The keys are hashes of the engine, which no client chooses. SipHash took a tenth of the instructions of an event.
+    /// The keys are hashes of the engine, which no client chooses. Rust's default hash took a tenth of the instructions
+    /// of an event.
     positions: HashMap<EngineHash, u32, RandomState>,
     entries: Vec<E>,
     /// Positions of removed blocks, whose entries are out of date.
