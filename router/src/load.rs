@@ -41,7 +41,7 @@ pub(crate) use least_times::LeastTimes;
 pub(crate) use model_stats::ModelStats;
 pub(crate) use output_lengths::{ExpectedOutput, OutputEnd};
 pub(crate) use prefill_time::PrefillTime;
-pub(crate) use prefix_demand::SharedPrefix;
+pub(crate) use prefix_demand::{HORIZON, SharedPrefix};
 pub(crate) use prompt_flow::PromptArrivals;
 pub(crate) use snapshots::{SnapshotCache, WorkerSequences, WorkerSnapshot};
 pub(crate) use stats::LoadStats;

@@ -19,7 +19,9 @@ pub(crate) struct PrefixDemand {
     /// Prompts of this router, and of all routers, with the decay of the counters.
     own_prompts: f64,
     all_prompts: f64,
-    /// When both were decayed last.
+    /// Length of the time since the first prompt, in seconds, with the same decay.
+    seconds: f64,
+    /// When these were decayed last.
     prompts_at: Option<Timestamp>,
 }
 
@@ -40,6 +42,8 @@ pub(crate) struct SharedPrefix {
     pub(crate) blocks: u32,
     /// Requests that are expected to ask for it within the next [`HORIZON`], at all routers: as many as in the last.
     pub(crate) requests: f64,
+    /// Share of all prompts that ask for it.
+    pub(crate) share: f64,
 }
 
 impl SharedPrefix {
@@ -97,12 +101,15 @@ impl PrefixDemand {
                 // find this depth counted.
                 break;
             }
-            let prefix = SharedPrefix { blocks: depth as u32, requests };
+            let prefix = SharedPrefix { blocks: depth as u32, requests, share: 0.0 };
             if best.as_ref().is_none_or(|best| work(best) < work(&prefix)) {
                 best = Some(prefix);
             }
         }
-        best.map(|best| SharedPrefix { requests: best.requests / self.own_share(), ..best })
+        best.map(|best| {
+            let share = (best.requests / expected(self.own_prompts, self.seconds)).min(1.0);
+            SharedPrefix { requests: best.requests / self.own_share(), share, ..best }
+        })
     }
 
     /// Share of this router's prompts in those of all routers.
@@ -118,6 +125,7 @@ impl PrefixDemand {
     fn count_prompt(&mut self, own: f64, now: Timestamp) {
         let elapsed = self.prompts_at.map_or(0, |at| now.bits().saturating_sub(at.bits())) as f64 / 1e9;
         let keep = (-elapsed / HORIZON).exp();
+        self.seconds = HORIZON + (self.seconds - HORIZON) * keep;
         self.own_prompts = self.own_prompts * keep + own;
         self.all_prompts = self.all_prompts * keep + 1.0;
         self.prompts_at = Some(now);
@@ -158,8 +166,13 @@ impl PrefixDemand {
                 self.counters[at] = Counter { requests, seconds: seconds as f32, at: now.bits() };
             }
         }
-        if counted < MIN_REQUESTS { counted } else { counted * HORIZON / (seconds + MIN_SECONDS) }
+        if counted < MIN_REQUESTS { counted } else { expected(counted, seconds) }
     }
+}
+
+/// Requests that are expected within the next [`HORIZON`], after this many in this many seconds.
+fn expected(counted: f64, seconds: f64) -> f64 {
+    counted * HORIZON / (seconds + MIN_SECONDS)
 }
 
 #[cfg(test)]
@@ -187,6 +200,24 @@ mod tests {
         assert_eq!(found.blocks, 32);
         // Ten a second for twenty seconds: 600 in the next minute.
         assert!((found.requests / 600.0 - 1.0).abs() < 0.1, "{found:?}");
+    }
+
+    #[test]
+    fn the_share_of_the_prompts_is_known_early_and_among_several_routers() {
+        // Three of four prompts ask for the prefix.
+        let share = |prompts: u64, elsewhere: u64| {
+            let (mut demand, start, mut found) = (PrefixDemand::default(), Instant::now(), None);
+            for nth in 0..prompts {
+                let now = (start + Duration::from_millis(100 * nth)).into();
+                (0..elsewhere).for_each(|_| demand.prompt_placed_elsewhere(now));
+                let prefix = demand.shared(8, BLOCK, names(if nth % 4 == 3 { 0 } else { 8 }, nth + 1), true, now);
+                found = prefix.or(found);
+            }
+            found.unwrap().share
+        };
+        let (early, late, routers) = (share(40, 0), share(4000, 0), share(4000, 3));
+        assert!((early - 0.75).abs() < 0.1 && (late - 0.75).abs() < 0.02, "{early} {late}");
+        assert!((routers - late).abs() < 1e-9, "prompts that others placed say nothing: {routers} {late}");
     }
 
     #[test]

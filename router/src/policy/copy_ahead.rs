@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use crate::load::LoadStats;
 
-    const SHARED: SharedPrefix = SharedPrefix { blocks: 64, requests: 600.0 };
+    const SHARED: SharedPrefix = SharedPrefix { blocks: 64, requests: 600.0, share: 0.9 };
     const IN_MEMORY: [u32; 5] = [40, 24, 0, 0, 0];
     const IN_STORE: [u32; 5] = [0, 0, 0, 0, 64];
     const NOWHERE: [u32; 5] = [0; 5];

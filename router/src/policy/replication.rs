@@ -1,7 +1,7 @@
 //! Copies of a prefix that many requests share: what a further one saves.
 
 use super::cost::{Cost, RemainingWork};
-use crate::load::{ServiceEstimate, SharedPrefix, WorkerSequences};
+use crate::load::{HORIZON, ServiceEstimate, SharedPrefix, WorkerSequences};
 
 /// A shared prefix and its copies.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -14,6 +14,11 @@ pub(crate) struct Replication {
     holder_queue: f64,
     /// Mean number of sequences on the other workers.
     other_sequences: f64,
+    /// By how many sequences the holders stay above the other workers while the prefix is asked for as often as now,
+    /// wherever the prompts without it go.
+    lasting_excess: f64,
+    /// Time for which a larger excess lasts, ÷ [`HORIZON`].
+    transient: f64,
     /// Seconds that the expected requests save for each sequence by which a worker has fewer than the holders.
     per_sequence: f64,
     /// Requests per second that a further copy takes from the holders; 0 when there is nothing to share, because no
@@ -30,20 +35,28 @@ impl Replication {
         all: WorkerSequences,
         per_sequence: f64,
     ) -> Self {
-        let (mut copies, mut sequences, mut queue) = (0_u32, 0_u64, 0.0);
+        let (mut copies, mut sequences, mut queue, mut duration) = (0_u32, 0_u64, 0.0, 0.0);
         for holder in holders {
             copies += 1;
             sequences += u64::from(holder.sequences);
             queue += holder.queue;
+            duration += holder.mean_duration;
         }
         let others = all.workers.saturating_sub(copies);
         let other_sequences = all.sequences.saturating_sub(sequences);
         let may_copy = copies > 0 && others > 0;
         let share = if may_copy { f64::from(copies + 1).recip() } else { 0.0 };
         let holders = f64::from(copies.max(1));
+        // With the mean number of sequences on all workers: those of the prefix are on its holders, and the rest is on
+        // the others.
+        let (sequences_of_all, workers) = (all.sequences as f64, f64::from(all.workers));
+        let on_holder = shared.share * sequences_of_all / holders;
+        let on_other = (1.0 - shared.share) * sequences_of_all / (workers - holders).max(1.0);
         Self {
             shared,
             copies,
+            lasting_excess: (on_holder - on_other).max(0.0),
+            transient: (duration / holders / HORIZON).min(1.0),
             holder_sequences: sequences as f64 / holders,
             holder_queue: queue / holders,
             other_sequences: other_sequences as f64 / f64::from(others.max(1)),
@@ -84,6 +97,9 @@ impl Replication {
 
     fn saved_at(&self, sequences: f64, queue: f64) -> f64 {
         let fewer = (self.holder_sequences - sequences).max(0.0);
+        let lasting = fewer.min(self.lasting_excess);
+        // More than the prefix causes is gone when these sequences end, because other prompts go elsewhere.
+        let fewer = lasting + (fewer - lasting) * self.transient;
         // The holders' queue stays longer for as many seconds as it is longer now, and the difference shrinks in that
         // time: the requests that come then save half of it on average.
         let shorter = (self.holder_queue - queue).max(0.0);
@@ -99,7 +115,7 @@ mod tests {
     use crate::policy::prompt::Prompt;
 
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110, output_tokens: 100.0 };
-    const SHARED: SharedPrefix = SharedPrefix { blocks: 80, requests: 600.0 };
+    const SHARED: SharedPrefix = SharedPrefix { blocks: 80, requests: 600.0, share: 0.9 };
 
     fn with_queue(queue: f64) -> ServiceEstimate {
         let mut estimate = ServiceEstimate::of(&LoadStats::default());
@@ -116,9 +132,13 @@ mod tests {
     }
 
     fn replication(fleet: &[(bool, ServiceEstimate)], per_sequence: f64) -> Replication {
+        replication_of(SHARED, fleet, per_sequence)
+    }
+
+    fn replication_of(shared: SharedPrefix, fleet: &[(bool, ServiceEstimate)], per_sequence: f64) -> Replication {
         let holders = fleet.iter().filter(|(holds, _)| *holds).map(|(_, worker)| worker);
         let all = fleet.iter().map(|(_, worker)| worker).collect();
-        Replication::of(SHARED, holders, all, per_sequence)
+        Replication::of(shared, holders, all, per_sequence)
     }
 
     /// What a copy saves on a worker with an empty queue, for requests of two seconds.
@@ -155,6 +175,30 @@ mod tests {
         assert!(saving([10, 10, 0, 20]).abs() < 1e-9, "later requests go where there are fewer");
         // A third of the requests runs beside six sequences fewer, of which half counts.
         assert!((saving([10, 10, 0, 8]) + SHARED.requests / 3.0 * 6.0 / 2.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn more_sequences_than_the_prefix_causes_count_until_they_end() {
+        // Two holders of four workers, with twelve sequences each.
+        let saving = |share: f64| {
+            let mut all = fleet(&[0.0, 0.0], 4);
+            all.iter_mut().zip([12, 12, 0, 0]).for_each(|((_, worker), sequences)| {
+                worker.sequences = sequences;
+                worker.mean_duration = 6.0;
+            });
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, SHARED.blocks);
+            let cost = Cost { prefill: 1e6, ..Cost::default() };
+            replication_of(SharedPrefix { share, ..SHARED }, &all, 1.0).saving(&work, &with_queue(0.0), &cost)
+        };
+        let (per_sequence, is) = (SHARED.requests / 3.0 / 2.0, |saving: f64, sequences: f64, per_sequence: f64| {
+            assert!((saving + sequences * per_sequence).abs() < 1e-6, "{saving}");
+        });
+        is(saving(1.0), 12.0, per_sequence);
+        // Three quarters of the prompts ask for it: nine sequences on each holder, three on each other worker. The six
+        // seconds of a request are a tenth of the horizon.
+        is(saving(0.75), 6.0 + 6.0 / 10.0, per_sequence);
+        is(saving(0.5), 12.0 / 10.0, per_sequence);
+        is(saving(0.1), 12.0 / 10.0, per_sequence);
     }
 
     #[test]

@@ -286,7 +286,7 @@ fn hot_prefixes_are_copied_ahead_of_demand_and_used() {
         let computed = outcome.requests.iter().map(|it| it.blocks - it.hits).sum::<u64>();
         (outcome.results(RATE, options.slo), computed)
     };
-    let mut fewer = 0;
+    let (mut fewer, mut mean_on, mut mean_off) = (0, 0.0, 0.0);
     for seed in 0..3 {
         let [(on, computed), (off, computed_off)] = [run(true, seed), run(false, seed)];
         assert_eq!((on.completed, off.completed, off.copies), (200, 200, None));
@@ -295,12 +295,14 @@ fn hot_prefixes_are_copied_ahead_of_demand_and_used() {
         assert!(copies.completed + copies.failed <= copies.ordered, "{copies:?}");
         assert!(copies.used + copies.unused <= copies.ordered, "{copies:?}");
         assert!(0 < copies.used_tokens && copies.used_tokens <= copies.copied_tokens, "{copies:?}");
-        assert!(on.ttft_mean_s <= off.ttft_mean_s, "copies delay requests: {on:?} {off:?}");
+        mean_on += on.ttft_mean_s;
+        mean_off += off.ttft_mean_s;
         assert!(computed <= computed_off, "{computed} blocks computed with copies, {computed_off} without");
         assert_eq!((on, computed), run(true, seed), "two runs of a seed are equal");
         fewer += u32::from(computed < computed_off);
     }
     assert!(fewer >= 1, "copies saved the computation of no block");
+    assert!(mean_on < mean_off, "copies delay requests: {mean_on} {mean_off}");
 }
 
 /// Requests of which 95 % have one prefix of 32k tokens: one per second for a minute, so that few workers hold it, and
@@ -463,7 +465,7 @@ fn admission_rejects_late_requests_only_under_overload() {
     // Without admission the router keeps long prompts apart from short ones, so nearly as many of these are in time.
     assert!(deadline.rejected > 0 && deadline.goodput_rps > 0.9 * off.goodput_rps, "{deadline:?} {off:?}");
     // The deadline is two seconds. How much decoding slows prefill is not known beforehand.
-    assert!(deadline.ttft_p99_s < 3.5 && off.ttft_p99_s > 6.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
+    assert!(deadline.ttft_p99_s < 4.0 && off.ttft_p99_s > 8.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
 }
 
 #[test]

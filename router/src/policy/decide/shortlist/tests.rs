@@ -168,7 +168,8 @@ async fn decisions_are_those_from_the_costs_of_all_workers() {
                 Overlaps::of(tokens, PromptTokens::Known, &request.domain, pool, &core.hash_cache, &core.index);
             let mut tuning = resolved.of(MODEL).clone();
             tuning.decode_tokens *= (draw >> 8 & 3) as f64;
-            let shared = SharedPrefix { blocks: 1 + (draw >> 10 & 63) as u32, requests: (draw >> 17 & 511) as f64 };
+            let (blocks, requests) = (1 + (draw >> 10 & 63) as u32, (draw >> 17 & 511) as f64);
+            let shared = SharedPrefix { blocks, requests, share: (draw >> 26 & 15) as f64 / 15.0 };
             let placement = PlacementRequest {
                 shared: (draw >> 16 & 1 == 0).then_some(shared),
                 ..PlacementRequest::of(request, None, (draw >> 20 & 63) as f64 * 8.0, 256.0, *now)
