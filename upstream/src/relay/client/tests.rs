@@ -478,3 +478,22 @@ async fn answers_of_http2_that_are_not_read_hold_no_other_one_up() {
     }
     assert_eq!(*connections.lock(), 1);
 }
+
+#[tokio::test]
+async fn requests_of_http2_for_which_a_connection_has_no_stream_left_get_another_one() {
+    let (address, connections) = endless_http2(&[b'x'; 16 << 10]).await;
+    let client = client(&address, Protocol::Http2);
+    let mut running = Vec::new();
+    for number in 0..=http2::MAX_STREAMS * 2 {
+        running.push(relay(&client).await.unwrap());
+        assert_eq!(*connections.lock(), number / http2::MAX_STREAMS + 1);
+    }
+    // The places of answers that have ended are taken again.
+    running.truncate(http2::MAX_STREAMS * 2);
+    running.push(relay(&client).await.unwrap());
+    drop(running.drain(..10));
+    for _ in 0..http2::MAX_STREAMS + 9 {
+        running.push(relay(&client).await.unwrap());
+    }
+    assert_eq!(*connections.lock(), 3);
+}
