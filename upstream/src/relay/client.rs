@@ -87,7 +87,7 @@ pub struct Body {
 #[derive(Debug)]
 enum BodyOf {
     Http1(http1::Body),
-    Http2(Incoming),
+    Http2 { body: Incoming, _place: http2::Place },
 }
 
 /// How to connect.
@@ -218,18 +218,12 @@ impl Client {
     ) -> Result<Response<Body>, RelayError> {
         let shared = &*self.0;
         shared.check_path(path)?;
-        if let Some(sender) = shared.http2.get() {
+        if let Some(stream) = shared.http2.get() {
             let request = shared.http2_request(method, path, headers, body)?;
-            match Box::pin(http2::send(sender, request)).await {
+            match Box::pin(shared.http2.send(stream, request)).await {
                 // The connection ended before the request was sent.
                 Err(error) if error.is_canceled() => {}
-                outcome => {
-                    // The server closes the connection.
-                    if outcome.as_ref().is_err_and(http2::is_going_away) {
-                        shared.http2.forget();
-                    }
-                    return of_http2(outcome);
-                }
+                outcome => return of_http2(outcome),
             }
         }
         let target = [&shared.prefix, path.as_str()];
@@ -377,8 +371,8 @@ impl Shared {
             Connected::Http2(socket) => {
                 let request = http2()?;
                 let begun = Box::pin(self.http2.begin(socket)).await;
-                let sender = begun.map_err(|error| RelayError::Unreachable(chain(&error)))?;
-                of_http2(Box::pin(http2::send(sender, request)).await)
+                let stream = begun.map_err(|error| RelayError::Unreachable(chain(&error)))?;
+                of_http2(Box::pin(self.http2.send(stream, request)).await)
             }
         }
     }
@@ -424,9 +418,11 @@ fn of_failed(failed: http1::Failed) -> RelayError {
     }
 }
 
-fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>, RelayError> {
+fn of_http2(outcome: hyper::Result<Response<(Incoming, http2::Place)>>) -> Result<Response<Body>, RelayError> {
     match outcome {
-        Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
+        Ok(response) => {
+            Ok(response.map(|(body, place)| Body { of: BodyOf::Http2 { body, _place: place }, _place: None }))
+        }
         Err(error) if http2::is_unprocessed(&error) => Err(RelayError::Refused(chain(&error))),
         // There was an answer, but not one of HTTP.
         Err(error) if error.is_parse() => Err(RelayError::Malformed(chain(&error))),
@@ -455,21 +451,21 @@ impl http_body::Body for Body {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match &mut self.of {
             BodyOf::Http1(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
-            BodyOf::Http2(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
+            BodyOf::Http2 { body, .. } => Pin::new(body).poll_frame(context).map_err(Into::into),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.of {
             BodyOf::Http1(body) => body.is_end_stream(),
-            BodyOf::Http2(body) => body.is_end_stream(),
+            BodyOf::Http2 { body, .. } => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.of {
             BodyOf::Http1(body) => body.size_hint(),
-            BodyOf::Http2(body) => body.size_hint(),
+            BodyOf::Http2 { body, .. } => body.size_hint(),
         }
     }
 }

@@ -200,6 +200,41 @@ async fn an_output_that_is_not_read_delays_no_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn short_outputs_that_are_not_read_do_not_end_the_connection() {
+    let generated = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&generated);
+    // One token at a time, as an engine generates them, so each is a frame of its own.
+    let engine = Streams(move || {
+        let counted = Arc::clone(&counted);
+        let tokens = stream::repeat_with(move || {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Ok(Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() }))
+        });
+        tokens
+            .then(async |output| {
+                tokio::task::yield_now().await;
+                output
+            })
+            .boxed()
+    });
+    let pair = Pair::open(Arc::new(engine)).await;
+    let mut unread = Vec::new();
+    for _ in 0..8 {
+        unread.push(pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap());
+    }
+    let before = AtomicUsize::new(usize::MAX);
+    until("all windows are full", || {
+        std::thread::sleep(Duration::from_millis(200));
+        before.swap(generated.load(Ordering::SeqCst), Ordering::SeqCst) == generated.load(Ordering::SeqCst)
+    })
+    .await;
+    for outputs in unread {
+        let read = outputs.take(20_000).filter(|output| futures::future::ready(output.is_ok()));
+        assert_eq!(read.count().await, 20_000);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
     let endless = Endless::default();
     let mut pair = Pair::open(endless.engine()).await;

@@ -436,3 +436,64 @@ async fn a_path_that_is_too_long_is_refused() {
     let Err(RelayError::Answered(answer)) = error else { panic!("{error:?}") };
     assert_eq!((answer.status, answer.kind), (StatusCode::URI_TOO_LONG, ErrorKind::Request));
 }
+
+/// A server of HTTP/2 whose answers are this frame without end, and the number of its connections.
+async fn endless_http2(frame: &'static [u8]) -> (Uri, Arc<Mutex<usize>>) {
+    let frame = move || Ok::<_, std::io::Error>(Frame::data(Bytes::from_static(frame)));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let connections = Arc::new(Mutex::new(0));
+    let counted = Arc::clone(&connections);
+    let answer = move |_| {
+        let body = http_body_util::StreamBody::new(futures::stream::repeat_with(frame));
+        std::future::ready(Ok::<_, std::io::Error>(Response::new(body)))
+    };
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            *counted.lock() += 1;
+            let server = hyper::server::conn::http2::Builder::new(hyper_util::rt::TokioExecutor::new());
+            let service = hyper::service::service_fn(answer);
+            tokio::spawn(server.serve_connection(hyper_util::rt::TokioIo::new(socket), service));
+        }
+    });
+    (address, connections)
+}
+
+#[tokio::test]
+async fn answers_of_http2_that_are_not_read_hold_no_other_one_up() {
+    // As long as the shortest events with a token.
+    let (address, connections) = endless_http2(&[b'x'; 64]).await;
+    let client = client(&address, Protocol::Http2);
+    let mut unread = Vec::new();
+    for _ in 0..8 {
+        unread.push(relay(&client).await.unwrap());
+    }
+    let (mut other, mut read) = (relay(&client).await.unwrap(), 0);
+    // More than the windows of the others together.
+    while read < 4 << 20 {
+        let item = timeout(SOON, other.next()).await.expect("it is not held up").expect("it has no end");
+        if let Item::Frame(frame) = item.expect("the connection goes on") {
+            read += frame.len();
+        }
+    }
+    assert_eq!(*connections.lock(), 1);
+}
+
+#[tokio::test]
+async fn requests_of_http2_for_which_a_connection_has_no_stream_left_get_another_one() {
+    let (address, connections) = endless_http2(&[b'x'; 16 << 10]).await;
+    let client = client(&address, Protocol::Http2);
+    let mut running = Vec::new();
+    for number in 0..=http2::MAX_STREAMS * 2 {
+        running.push(relay(&client).await.unwrap());
+        assert_eq!(*connections.lock(), number / http2::MAX_STREAMS + 1);
+    }
+    // The places of answers that have ended are taken again.
+    running.truncate(http2::MAX_STREAMS * 2);
+    running.push(relay(&client).await.unwrap());
+    drop(running.drain(..10));
+    for _ in 0..http2::MAX_STREAMS + 9 {
+        running.push(relay(&client).await.unwrap());
+    }
+    assert_eq!(*connections.lock(), 3);
+}

@@ -1,7 +1,8 @@
 //! HTTP/2 connections to one process, with a limited number of streams on each.
 //!
 //! The server's limit of streams (hyper's default is 200) is never reached, so no request waits for another to end. The
-//! window of a connection has room for all of its streams, so an output that is not read delays no other.
+//! window of a connection has room for all of its streams, so an output that is not read delays no other, and does not
+//! end the connection.
 
 use super::super::connect::Endpoint;
 use crate::plane::WorkerId;
@@ -76,6 +77,10 @@ struct End {
 const MAX_STREAMS: usize = 100;
 /// Bytes that a stream may send before they are read: thousands of tokens.
 const STREAM_WINDOW: u32 = 64 << 10;
+/// The same for a connection: the largest there is (RFC 9113, section 6.9.1), because each stream has a limit. The `h2`
+/// crate adds up by how much each unread frame is shorter than 256 bytes, as one with a token is, and ends the
+/// connection when the sum exceeds half of this window. 100 streams reach at most 330 MB, with frames of 5 bytes.
+const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// A path that every process answers without computing anything.
 const LIVE: &str = "/live";
 /// Interval at which a process is checked on a connection that has streams. It shows that the process was frozen or its
@@ -237,8 +242,7 @@ async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
     let closed = CancellationToken::new();
     let mut builder = Builder::new(UntilClosed(closed.clone()));
     builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(2 * PING);
-    builder.initial_stream_window_size(STREAM_WINDOW);
-    builder.initial_connection_window_size(STREAM_WINDOW * (MAX_STREAMS as u32 + 1));
+    builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
     let handshake = builder.handshake(TokioIo::new(socket)).await;
     let (sender, connection) = handshake.map_err(|error| ConnectError::Failed(endpoint.explain(&error)))?;
     let end = Arc::new(End::default());
