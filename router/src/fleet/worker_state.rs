@@ -249,9 +249,9 @@ impl Worker {
         self.nanoseconds(now) < self.run_state.checked_until.load(Ordering::Relaxed)
     }
 
-    /// Whether its last health check has failed, and there was no output since.
+    /// Whether its last health check has failed, and there was no output since the check began.
     pub(crate) fn has_failed_check(&self) -> bool {
-        self.health().has_failed_check()
+        self.health().failed_check().is_some_and(|began| !self.active_since(began))
     }
 
     /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
