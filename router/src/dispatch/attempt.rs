@@ -155,8 +155,10 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
     loop {
         let (now, snapshot) = (Instant::now(), fleet.snapshot());
         let current = current_entry(&snapshot, member);
-        let is_overdue = sent + limit <= now && !member.active_since(sent);
-        let has_failed_check = server.is_some() && current.has_failed_check();
+        // Also a worker stalls that has sent output of others after it got the request.
+        let silent_since = member.last_output().max(sent);
+        let (is_overdue, has_failed_check) =
+            (silent_since + limit <= now, server.is_some() && current.has_failed_check());
         let is_better = |other: &&Arc<Worker>| {
             // No prompt that was sent to it still waits for its first token.
             let free = || other.load.stats(now).prompts == 0;
@@ -169,7 +171,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && !snapshot.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))
                 && (is_overdue || answers())
-                && (other.active_since(sent) || free())
+                && (other.active_since(silent_since) || free())
         };
         if (is_overdue || has_failed_check) && snapshot.workers().find(is_better).is_some() {
             if has_failed_check {

@@ -60,6 +60,22 @@ async fn one_stalled_worker_delays_no_client() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_that_stalls_after_output_of_others_delays_no_client() {
+    let (harness, a, b) = two().await;
+    a.set_behaviour(Behaviour::Hang);
+    let asking = harness.clone();
+    let answers = tokio::spawn(async move { join_all((0..2).map(|family| asking.answer(prompt(family, 100)))).await });
+    pass(&harness, &[&a, &b], 3).await;
+    assert_eq!((a.requests(), b.requests()), (1, 1));
+    // As the last output of a stream that was running when the request came.
+    harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().record_output(Instant::now());
+    pass(&harness, &[&a, &b], 20).await;
+    assert!(answers.is_finished(), "overdue after 11 s without output");
+    assert!(answers.await.unwrap().iter().all(|answer| answer == &Ok(vec![1, 2])));
+    assert_eq!((b.requests(), is_ejected(&harness, 1)), (2, true));
+}
+
+#[tokio::test(start_paused = true)]
 async fn no_worker_counts_as_stalled_when_all_are_slow() {
     let (harness, a, b) = two().await;
     for worker in [&a, &b] {
