@@ -242,6 +242,19 @@ async fn a_server_that_is_none_of_openai_is_named() {
 }
 
 #[tokio::test]
+async fn one_server_under_two_names_is_a_warning() {
+    let (vllm, other) = (Vllm::start().await, Vllm::start().await);
+    let by_name = format!("http://localhost:{}", vllm.server.uri().port_u16().unwrap());
+    let mut config = config(Upstream::new(uri(&by_name)));
+    config.upstreams.extend([other.upstream(), vllm.upstream()]);
+    let found = examine(&config, Probing::Skip).await;
+    let same: Vec<_> = found.iter().filter(|check| check.check == "same_server").collect();
+    assert_eq!((same.len(), same[0].target.as_str()), (1, vllm.upstream().shown_url().as_str()), "{found:#?}");
+    assert!(same[0].detail.starts_with(&format!("the same server as {by_name}/ (upstreams.0)")), "{:?}", same[0]);
+    expect(&found, "same_server", Status::Warning, "remove upstreams.2");
+}
+
+#[tokio::test]
 async fn a_vllm_without_kv_events_gets_its_flag() {
     let vllm = Vllm::start().await;
     vllm.server.set_page("/kv_event_sources", Script::json(404, &json!({})));
