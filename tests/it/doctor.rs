@@ -273,6 +273,34 @@ async fn a_socket_that_does_not_answer_is_named() {
 }
 
 #[tokio::test]
+async fn a_replay_socket_of_another_server_is_a_warning() {
+    let start = async || FakePublisher::start_at(0, Some(0)).await.unwrap();
+    let (vllm, publisher, other, idle) = (Vllm::start().await, start().await, start().await, start().await);
+    let (live, own) = (publisher.port(), publisher.replay_port());
+    vllm.server.set_answers("/v1/completions", move |_| {
+        publish(&publisher, MESSAGES.lines().next().unwrap());
+        Script::json(200, &json!({ "choices": [], "usage": { "prompt_tokens": 100 } }))
+    });
+    other.publish([b"kv", &0_u64.to_be_bytes(), &sglang_payload()]);
+    let at = |port: u16| format!("tcp://127.0.0.1:{port}").parse().unwrap();
+    for (replay, expected) in
+        [(own, Status::Ok), (other.replay_port(), Status::Warning), (idle.replay_port(), Status::Warning)]
+    {
+        let sockets = KvSockets { live: at(live), replay: replay.map(at) };
+        let found = checks(Upstream { kv_events: KvEvents::At(vec![sockets]), ..vllm.upstream() }).await;
+        let of_replay = found.iter().filter(|check| check.check == "kv_replay");
+        assert_eq!(
+            of_replay.map(|check| check.status).max_by_key(|status| *status as u8),
+            Some(expected),
+            "{found:#?}"
+        );
+        if expected == Status::Warning {
+            expect(&found, "kv_replay", expected, "set upstreams.0.kv_events_replay to the address of replay_endpoint");
+        }
+    }
+}
+
+#[tokio::test]
 async fn another_block_size_is_a_problem() {
     let vllm = Vllm::start().await;
     let upstream = Upstream { block_size: NonZero::new(16), ..vllm.upstream() };
