@@ -553,7 +553,7 @@ async fn a_server_that_awaits_a_trial_serves_when_no_other_answers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_workers_close_counts_against_none_of_them() {
+async fn a_request_that_workers_fail_counts_against_none_of_them() {
     let no_answer = || Error::NoAnswer("connection closed".to_owned());
     let refused = || Error::Unavailable("connection refused".to_owned());
     // Whether each of three workers fails requests, and how many are ejected at once.
@@ -562,7 +562,9 @@ async fn a_request_that_workers_close_counts_against_none_of_them() {
         (no_answer(), [true, false, false], 1),
         (no_answer(), [true, true, false], 2),
         (refused(), [true, true, true], 3),
-        (failed(), [true, true, true], 3),
+        (failed(), [true, true, true], 0),
+        (failed(), [true, false, false], 1),
+        (failed(), [true, true, false], 2),
     ] {
         let harness = defaults();
         for (id, fails) in (1..).zip(fail) {
