@@ -20,8 +20,8 @@ use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Wo
 /// probably the request's own fault. A worker that has left, as in a rolling restart, does not count: that says nothing
 /// of the request, and it is not tried again.
 pub(super) const MAX_FAILURES: usize = 3;
-/// Interval at which it is examined whether a request that waits should be moved: of a server from the start, of another
-/// worker once the request is overdue.
+/// Interval at which it is examined whether a request that waits should be moved: of a server from the start, of
+/// another worker once the request is overdue.
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Gets the first output: from the decode worker alone, or after a remote prefill.

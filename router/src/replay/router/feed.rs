@@ -1,5 +1,5 @@
-//! What the router of a replay learns: block events, load reports and snapshots of workers, and the reservations of other
-//! routers.
+//! What the router of a replay learns: block events, load reports and snapshots of workers, and the reservations of
+//! other routers.
 
 use super::{EPOCH, SimulatedRouter};
 use crate::control::{Outcome, SourceCursor};
