@@ -40,6 +40,9 @@ pub(crate) enum Error {
     /// The body is compressed.
     #[error("Unsupported content encoding '{0}'. Send the request without compression.")]
     ContentEncoding(String),
+    /// The body has a transfer coding besides chunked.
+    #[error("Unsupported transfer coding '{0}'. Send the body without one, or chunked only.")]
+    TransferCoding(String),
     /// The body is larger than the limit in bytes.
     #[error("The request body is larger than the limit of {0} bytes.")]
     TooLarge(usize),
@@ -282,9 +285,14 @@ impl Error {
     /// The HTTP status of the error. No other code maps errors to statuses.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Malformed(_) | Self::Invalid { .. } | Self::InvalidHead | Self::PlainHttp | Self::BadPath => {
-                StatusCode::BAD_REQUEST
-            }
+            // RFC 9112, section 6.1, recommends 501 for a transfer coding. Clients send a request with a status of 5xx
+            // again, and alerts count it as a fault of this server.
+            Self::Malformed(_)
+            | Self::Invalid { .. }
+            | Self::InvalidHead
+            | Self::PlainHttp
+            | Self::BadPath
+            | Self::TransferCoding(_) => StatusCode::BAD_REQUEST,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::NoKey | Self::SeveralKeys | Self::WrongKey => StatusCode::UNAUTHORIZED,
@@ -363,6 +371,7 @@ impl Error {
             Self::Malformed(_)
             | Self::ContentType(_)
             | Self::ContentEncoding(_)
+            | Self::TransferCoding(_)
             | Self::InvalidHead
             | Self::PlainHttp
             | Self::BadPath

@@ -5,15 +5,16 @@
 //!   server: name, connection, key, version, models, clock ──────┼──▶ findings: Check ──▶ table, JSON, exit status
 //!     └─ kv: publishers ── probe: completions, tokens ─▶ judge ─┘
 //! ```
-//! Servers are checked in parallel. A check that depends on a failed one is left out. `judge` is pure: it turns what
-//! `probe` has seen into checks. Not here: how servers are asked and their events read (crate `upstream`), which is
-//! the code that `serve` uses.
+//! Servers are checked in parallel, and then compared (`same_server`). A check that depends on a failed one is left
+//! out. `judge` is pure: it turns what `probe` has seen into checks. Not here: how servers are asked and their events
+//! read (crate `upstream`), which is the code that `serve` uses.
 
 mod findings;
 mod judge;
 mod kv;
 mod local;
 mod probe;
+mod same_server;
 mod server;
 
 pub use findings::{Check, Status};
@@ -28,6 +29,7 @@ use clap::Args;
 use findings::Findings;
 use frontend::LocalTokenizer;
 use futures::future::join_all;
+use same_server::Location;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
@@ -106,6 +108,8 @@ struct Examined {
     checks: Vec<Check>,
     /// The models that it lists; `None`: it does not say.
     models: Option<Vec<String>>,
+    /// Where it is; `None` of a name.
+    location: Option<Location>,
 }
 
 impl Gateway {
@@ -135,22 +139,26 @@ pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
         let several = servers.len() > 1;
         let checks = servers.into_iter().take(MAX_SERVERS).map(async |addresses| {
             let name = addresses.first().filter(|_| several).map(|address| format!("{url} at {address}"));
-            let mut findings = Findings::of(name.unwrap_or_else(|| url.clone()));
+            let name = name.unwrap_or_else(|| url.clone());
+            let mut findings = Findings::of(name.clone());
+            let location = Some(Location::of(upstream, at, several, name, &addresses));
             let examined = server::examine(upstream, addresses, at, probing, gateway, &mut findings);
             let models = timeout(SERVER_LIMIT, examined).await.unwrap_or_else(|_| {
                 let detail = format!("the checks have not ended within {} s", SERVER_LIMIT.as_secs());
                 findings.problem("time", detail, "look at the load of the server, or skip the completions: --no-probe");
                 None
             });
-            Examined { checks: findings.into_checks(), models }
+            Examined { checks: findings.into_checks(), models, location }
         });
         let checks = join_all(checks).await;
         // A name without a server says nothing of models.
         let models = (!checks.is_empty()).then(Vec::new);
-        [Examined { checks: findings.into_checks(), models }].into_iter().chain(checks).collect::<Vec<_>>()
+        let of_name = Examined { checks: findings.into_checks(), models, location: None };
+        [of_name].into_iter().chain(checks).collect::<Vec<_>>()
     });
     let (local, servers) = tokio::join!(local::examine(config), join_all(upstreams));
-    let servers: Vec<Examined> = servers.into_iter().flatten().collect();
+    let mut servers: Vec<Examined> = servers.into_iter().flatten().collect();
+    same_server::check(&mut servers);
     let listed = servers.iter().map(|server| server.models.as_deref()).collect::<Option<Vec<_>>>();
     // What depends on all models is not known while a server does not say its own.
     let of_models = listed.map(|listed| {

@@ -54,6 +54,12 @@ impl Upstream {
         format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
     }
 
+    /// The port of the URL, or that of its scheme.
+    pub fn port(&self) -> u16 {
+        let default = if self.url.scheme_str() == Some("https") { 443 } else { 80 };
+        self.url.port_u16().unwrap_or(default)
+    }
+
     /// How to connect to the server at these addresses; none: at those of its host. `authorities`: those that may sign
     /// its certificate; `None`: those of the operating system.
     pub fn connection(&self, addresses: Vec<IpAddr>, authorities: Option<&Authorities>) -> Settings {

@@ -242,6 +242,19 @@ async fn a_server_that_is_none_of_openai_is_named() {
 }
 
 #[tokio::test]
+async fn one_server_under_two_names_is_a_warning() {
+    let (vllm, other) = (Vllm::start().await, Vllm::start().await);
+    let by_name = format!("http://localhost:{}", vllm.server.uri().port_u16().unwrap());
+    let mut config = config(Upstream::new(uri(&by_name)));
+    config.upstreams.extend([other.upstream(), vllm.upstream()]);
+    let found = examine(&config, Probing::Skip).await;
+    let same: Vec<_> = found.iter().filter(|check| check.check == "same_server").collect();
+    assert_eq!((same.len(), same[0].target.as_str()), (1, vllm.upstream().shown_url().as_str()), "{found:#?}");
+    assert!(same[0].detail.starts_with(&format!("the same server as {by_name}/ (upstreams.0)")), "{:?}", same[0]);
+    expect(&found, "same_server", Status::Warning, "remove upstreams.2");
+}
+
+#[tokio::test]
 async fn a_vllm_without_kv_events_gets_its_flag() {
     let vllm = Vllm::start().await;
     vllm.server.set_page("/kv_event_sources", Script::json(404, &json!({})));
@@ -257,6 +270,34 @@ async fn a_socket_that_does_not_answer_is_named() {
     let not_zmq = checks(vllm.upstream()).await;
     expect(&not_zmq, "kv_socket", Status::Problem, "the port of endpoint");
     assert!(not_zmq.iter().any(|check| check.check == "cached_tokens"), "the server is checked all the same");
+}
+
+#[tokio::test]
+async fn a_replay_socket_of_another_server_is_a_warning() {
+    let start = async || FakePublisher::start_at(0, Some(0)).await.unwrap();
+    let (vllm, publisher, other, idle) = (Vllm::start().await, start().await, start().await, start().await);
+    let (live, own) = (publisher.port(), publisher.replay_port());
+    vllm.server.set_answers("/v1/completions", move |_| {
+        publish(&publisher, MESSAGES.lines().next().unwrap());
+        Script::json(200, &json!({ "choices": [], "usage": { "prompt_tokens": 100 } }))
+    });
+    other.publish([b"kv", &0_u64.to_be_bytes(), &sglang_payload()]);
+    let at = |port: u16| format!("tcp://127.0.0.1:{port}").parse().unwrap();
+    for (replay, expected) in
+        [(own, Status::Ok), (other.replay_port(), Status::Warning), (idle.replay_port(), Status::Warning)]
+    {
+        let sockets = KvSockets { live: at(live), replay: replay.map(at) };
+        let found = checks(Upstream { kv_events: KvEvents::At(vec![sockets]), ..vllm.upstream() }).await;
+        let of_replay = found.iter().filter(|check| check.check == "kv_replay");
+        assert_eq!(
+            of_replay.map(|check| check.status).max_by_key(|status| *status as u8),
+            Some(expected),
+            "{found:#?}"
+        );
+        if expected == Status::Warning {
+            expect(&found, "kv_replay", expected, "set upstreams.0.kv_events_replay to the address of replay_endpoint");
+        }
+    }
 }
 
 #[tokio::test]

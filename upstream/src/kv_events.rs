@@ -23,4 +23,4 @@ pub use follow::{Action, Follower};
 pub use wire::{Batch, EngineHash, Event, ExtraKey, GroupKind, Medium, Message, Removed, Replayed, Stored, WireError};
 #[cfg(any(test, feature = "fake"))]
 pub use zmq::fake;
-pub use zmq::{Endpoint, EndpointError, ReachError, Sink, Source, reach, reach_replay, run};
+pub use zmq::{Endpoint, EndpointError, ReachError, Sink, Source, reach, reach_replay, replays_batches, run};

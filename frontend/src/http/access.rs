@@ -1,4 +1,5 @@
-//! Access checks of every request: shutdown, reserved connections, number of headers, and requests of web pages.
+//! Access checks of every request: shutdown, reserved connections, number of headers, transfer codings, and requests of
+//! web pages.
 //!
 //! A web page in a browser can send requests to any port of the same machine, and read the responses by DNS rebinding.
 //! Three checks prevent this: `Host` must name this server; `Origin` must be this server's or one of `cors_origins`;
@@ -12,7 +13,7 @@ use axum::extract::{MatchedPath, Request};
 use axum::http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS,
-    ACCESS_CONTROL_REQUEST_METHOD, CONNECTION, HOST, ORIGIN, VARY,
+    ACCESS_CONTROL_REQUEST_METHOD, CONNECTION, HOST, ORIGIN, TRANSFER_ENCODING, VARY,
 };
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
@@ -173,6 +174,7 @@ impl AccessRules {
         if request.headers().len() > MAX_HEADERS {
             return Err(Error::HeadersTooLarge(self.max_headers));
         }
+        check_transfer_codings(request.headers())?;
         let connection = ConnectionInfo::of(request.extensions());
         let header = only_host(request);
         let known = connection.and_then(|connection| connection.allowed_host.get());
@@ -216,6 +218,18 @@ impl AccessRules {
         let this = address.is_some() && address == connection.local.map(|local| local.to_canonical());
         listed || loopback || this || (!connection.loopback_only && self.hosts.is_empty())
     }
+}
+
+/// Rejects bodies with a transfer coding besides chunked, which the protocol layer would pass on encoded.
+fn check_transfer_codings(headers: &HeaderMap) -> Result<(), Error> {
+    for value in headers.get_all(TRANSFER_ENCODING) {
+        for coding in String::from_utf8_lossy(value.as_bytes()).split(',').map(str::trim) {
+            if !coding.is_empty() && !coding.eq_ignore_ascii_case("chunked") {
+                return Err(Error::TransferCoding(coding.to_owned()));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether a name is `localhost` or below it (RFC 6761, 6.3).

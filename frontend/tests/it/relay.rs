@@ -3,7 +3,7 @@
 use crate::fake::{FakeEngine, Step, TestResponse, card, chat, say, send};
 use crate::key_file::{Keys, with_key};
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, BodyDataStream};
 use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt};
@@ -244,25 +244,35 @@ async fn a_client_that_disconnects_cancels_the_engine() {
     assert_eq!(engine.open(), 0);
 }
 
-#[tokio::test]
-async fn a_client_that_leaves_after_done_gets_its_usage_counted() {
-    let permits = Arc::new(Semaphore::new(0));
-    let head = head_of("text/event-stream");
-    let engine = relaying(vec![head, part("data: [DONE]\n\n"), Step::Wait(permits.clone()), end()]);
+/// A server before this engine, and the body of a stream of which `[DONE]` was read.
+async fn streamed_until_done(engine: &Arc<FakeEngine>) -> (Router, BodyDataStream) {
     let router = engine.router();
     let request = HttpRequest::post("/v1/completions");
     let request = request.body(Body::from(r#"{"model":"org/tiny","prompt":"x","stream":true}"#));
     let response = router.clone().oneshot(request.unwrap()).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     assert_eq!(body.next().await.unwrap().unwrap(), "data: [DONE]\n\n");
+    (router, body)
+}
+
+async fn assert_cached_tokens_are_counted(router: &Router) {
+    let metrics = send(router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    assert!(metrics.contains("blockyard_frontend_cached_tokens_total{model=\"org/tiny\"} 8"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_after_done_gets_its_usage_counted() {
+    let permits = Arc::new(Semaphore::new(0));
+    let head = head_of("text/event-stream");
+    let engine = relaying(vec![head, part("data: [DONE]\n\n"), Step::Wait(permits.clone()), end()]);
+    let (router, body) = streamed_until_done(&engine).await;
     drop(body);
     permits.add_permits(1);
     while engine.open() > 0 {
         tokio::task::yield_now().await;
     }
-    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
-    let metrics = String::from_utf8(metrics.body).unwrap();
-    assert!(metrics.contains("blockyard_frontend_cached_tokens_total{model=\"org/tiny\"} 8"), "{metrics}");
+    assert_cached_tokens_are_counted(&router).await;
 }
 
 #[tokio::test]
@@ -270,16 +280,9 @@ async fn what_follows_the_end_of_a_stream_passes() {
     let permits = Arc::new(Semaphore::new(0));
     let (head, wait) = (head_of("text/event-stream"), Step::Wait(permits.clone()));
     let engine = relaying(vec![head, part("data: [DONE]\n\n"), end(), wait, part(": bye\n\n")]);
-    let router = engine.router();
-    let request = HttpRequest::post("/v1/completions");
-    let request = request.body(Body::from(r#"{"model":"org/tiny","prompt":"x","stream":true}"#));
-    let response = router.clone().oneshot(request.unwrap()).await.unwrap();
-    let mut body = response.into_body().into_data_stream();
-    assert_eq!(body.next().await.unwrap().unwrap(), "data: [DONE]\n\n");
+    let (router, mut body) = streamed_until_done(&engine).await;
     assert!(body.next().now_or_never().is_none(), "the body goes on");
-    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
-    let metrics = String::from_utf8(metrics.body).unwrap();
-    assert!(metrics.contains("blockyard_frontend_cached_tokens_total{model=\"org/tiny\"} 8"), "{metrics}");
+    assert_cached_tokens_are_counted(&router).await;
     permits.add_permits(1);
     assert_eq!(body.next().await.unwrap().unwrap(), ": bye\n\n");
     assert!(body.next().await.is_none());

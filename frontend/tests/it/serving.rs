@@ -166,6 +166,31 @@ async fn a_client_that_still_sends_during_a_drain_gets_its_error() {
 }
 
 #[tokio::test]
+async fn a_transfer_coding_besides_chunked_is_rejected() {
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let chunked = format!("{:x}\r\n{BODY}\r\n0\r\n\r\n", BODY.len());
+    for (headers, accepted) in [
+        ("transfer-encoding: Chunked", true),
+        ("transfer-encoding: gzip, chunked", false),
+        ("transfer-encoding: gzip\r\ntransfer-encoding: chunked", false),
+        ("transfer-encoding: identity, chunked", false),
+        ("transfer-encoding: chunked, gzip", false),
+    ] {
+        let mut connection = server.connect().await;
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n";
+        connection.write_all(format!("{head}{headers}\r\n\r\n{chunked}").as_bytes()).await.unwrap();
+        if accepted {
+            assert!(read_to_end(connection).await.starts_with("HTTP/1.1 200"), "{headers}");
+        } else {
+            let (status, error) = read_error(connection).await;
+            assert_eq!((status, &error["type"]), (400, &"invalid_request_error".into()), "{headers}: {error}");
+        }
+    }
+    assert_eq!(engine.seen.lock().len(), 1, "the engine gets no body that may be encoded");
+}
+
+#[tokio::test]
 async fn a_closed_connection_stops_the_engine() {
     let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
     let server = TestServer::start(&engine, Settings::default()).await;

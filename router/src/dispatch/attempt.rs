@@ -20,7 +20,8 @@ use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Wo
 /// probably the request's own fault. A worker that has left, as in a rolling restart, does not count: that says nothing
 /// of the request, and it is not tried again.
 pub(super) const MAX_FAILURES: usize = 3;
-/// Interval at which a worker that is overdue is checked.
+/// Interval at which it is examined whether a request that waits should be moved: of a server from the start, of
+/// another worker once the request is overdue.
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Gets the first output: from the decode worker alone, or after a remote prefill.
@@ -125,7 +126,7 @@ async fn after_prefill(
     request: Request,
     placement: &Placement,
     remote: &RemotePrefill,
-    or_stalled: impl Future<Output = ()>,
+    or_stalled: impl Future<Output = Error>,
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, uncached, .. } = placement;
     booking.dequeued();
@@ -139,32 +140,46 @@ async fn after_prefill(
     }
 }
 
-/// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
-/// serve this request. When all workers are slow none is better, and the request stays where it is. A server that
-/// computes a response that comes whole sends nothing meanwhile, so its health check must have failed too.
-async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerRun], expected: f64) {
+/// Resolves when a worker has sent no output of any request for much longer than expected, or when the health check of
+/// a server has failed and it has sent none since, while another worker could serve this request. When all workers are
+/// slow none is better, and the request stays where it is. A server that computes a response that comes whole sends
+/// nothing meanwhile, so its health check must have failed in both cases.
+async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerRun], expected: f64) -> Error {
     if !request.may_be_repeated() {
         return future::pending().await;
     }
-    let since = Instant::now();
-    tokio::time::sleep_until(since + stall_timeout(expected)).await;
+    let (sent, limit) = (Instant::now(), stall_timeout(expected));
+    // The health check of other workers is a request, which waits behind those of a worker that is overloaded.
+    let server = member.engine.probed_server();
+    tokio::time::sleep(if server.is_some() { STALL_POLL_INTERVAL } else { limit }).await;
     loop {
         let (now, snapshot) = (Instant::now(), fleet.snapshot());
+        let current = current_entry(&snapshot, member);
+        // Also a worker stalls that has sent output of others after it got the request.
+        let silent_since = member.last_output().max(sent);
+        let (is_overdue, has_failed_check) =
+            (silent_since + limit <= now, server.is_some() && current.has_failed_check());
         let is_better = |other: &&Arc<Worker>| {
             // No prompt that was sent to it still waits for its first token.
             let free = || other.load.stats(now).prompts == 0;
+            // Before the request is overdue, it is moved only to another server that answers.
+            let answers = || !other.is_ejected(now) && other.engine.probed_server() != server;
             *other.instance.model.id == *request.model
                 && other.run() != member.run()
                 && (other.takes(request) || !member.takes(request))
                 && !tried.contains(&other.run())
                 && !snapshot.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))
-                && (other.active_since(since) || free())
+                && (is_overdue || answers())
+                && (other.active_since(silent_since) || free())
         };
-        if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
-            let current = current_entry(&snapshot, member);
-            if !comes_whole(request) || current.has_failed_check() {
-                return member.record_failure(HealthSignal::TimedOut, &"no output in time");
+        if (is_overdue || has_failed_check) && snapshot.workers().find(is_better).is_some() {
+            if has_failed_check {
+                return Error::Unresponsive(format!("worker {} failed its health check", member.id()));
+            }
+            if !comes_whole(request) {
+                member.record_failure(HealthSignal::TimedOut, &"no output in time");
+                return Error::Failed(format!("worker {} sent no output in time", member.id()));
             }
             current.request_checks(now);
         }

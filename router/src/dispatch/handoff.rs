@@ -78,7 +78,7 @@ pub(super) async fn resume(
     placement: &Placement,
     prefill: Prefill<'_>,
     request: Request,
-    stalled: impl Future<Output = ()>,
+    stalled: impl Future<Output = Error>,
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, uncached, .. } = placement;
     let remote = prefill.remote;
@@ -89,7 +89,7 @@ pub(super) async fn resume(
         // The decode worker is not late before the prompt is computed.
         let late = async {
             has_blocks.notified().await;
-            stalled.as_mut().await;
+            stalled.as_mut().await
         };
         let mut decoding = pin!(first_output(decode, || resumed, late));
         let end = tokio::select! {

@@ -20,12 +20,13 @@ pub(super) struct FirstOutput {
     pub(super) span: Span,
 }
 
-/// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
+/// Sends a request to a worker and waits for the first output, or until the worker has left, or `stalled` resolves to
+/// why the worker is not waited for.
 pub(super) async fn start(
     member: &Worker,
     booking: &Booking,
     request: impl FnOnce() -> Request,
-    stalled: impl Future<Output = ()>,
+    stalled: impl Future<Output = Error>,
 ) -> Result<FirstOutput, Error> {
     booking.sent(Instant::now());
     first_output(member, request, stalled).await
@@ -36,7 +37,7 @@ pub(super) async fn start(
 pub(super) async fn first_output(
     member: &Worker,
     request: impl FnOnce() -> Request,
-    stalled: impl Future<Output = ()>,
+    stalled: impl Future<Output = Error>,
 ) -> Result<FirstOutput, Error> {
     let request = request();
     let (attempts, may_be_repeated) = (request.attributes.attempts.clone(), request.may_be_repeated());
@@ -61,7 +62,7 @@ pub(super) async fn first_output(
             let why = format!("worker {} left", member.id());
             Err(if may_be_repeated { Error::Unavailable(why) } else { Error::NoAnswer(why) })
         }
-        () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
+        error = stalled => Err(error),
     }
 }
 

@@ -28,21 +28,24 @@ struct Served {
     trace: Option<RequestTrace>,
 }
 
-/// The workers that have closed the connection of a request without an answer. A worker does that when its process
-/// ends, and so does each worker that a request makes end: only other workers show which it is.
+/// The workers that have failed a request and may have computed it: each has closed the connection without an answer,
+/// or answered with an error of its own. A broken worker does that, and so does each worker that gets a request which
+/// no engine survives: only other workers show which it is.
 ///
-/// **A request that several workers closed, and none has served, counts against none of them.** Else a client could
-/// have all workers ejected. A worker that cannot be reached, or answers with an error, is counted at once.
+/// **A request that several workers failed, and none has served, counts against none of them.** Else a client could
+/// have all workers ejected. A worker that was failing before shows nothing of the request. A worker that cannot be
+/// reached, or that stalls, is counted at once.
 #[derive(Default)]
-struct ClosedBy(Vec<(Arc<Worker>, Error)>);
+struct FailedBy(Vec<(Arc<Worker>, Error)>);
 
-impl ClosedBy {
+impl FailedBy {
     /// Records that the request has failed on a worker; not yet, if it may be the fault of the request.
-    fn failed(&mut self, worker: &Arc<Worker>, error: &Error) {
-        if matches!(error, Error::NoAnswer(_)) {
+    fn add(&mut self, worker: &Arc<Worker>, error: &Error) {
+        let signal = HealthSignal::of(error);
+        if signal == HealthSignal::Fault && !error.is_refusal() && !worker.is_failing() {
             self.0.push((Arc::clone(worker), error.clone()));
         } else {
-            worker.record_failure(HealthSignal::of(error), error);
+            worker.record_failure(signal, error);
         }
     }
 
@@ -54,7 +57,7 @@ impl ClosedBy {
     }
 }
 
-impl Drop for ClosedBy {
+impl Drop for FailedBy {
     fn drop(&mut self) {
         let is_of_request = self.0.len() > 1;
         for (worker, error) in self.0.drain(..) {
@@ -81,7 +84,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
     let (mut tried, mut avoided, mut failures) = (Vec::new(), Vec::new(), 0);
-    let mut closed_by = ClosedBy::default();
+    let mut failed_by = FailedBy::default();
     // The last error, and why the request would be sent to another worker.
     let (mut last, mut retry_reason) = (None, None);
     let deadline = request.attributes.deadline;
@@ -101,12 +104,12 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
         }
         match attempt(core, request, &placement, &tried).await {
             Ok(first) => {
-                closed_by.served_by_another();
+                failed_by.served_by_another();
                 return Ok(Served { placement, permit, first, trace });
             }
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
-                closed_by.failed(&placement.decode, &error);
+                failed_by.add(&placement.decode, &error);
                 let (failed, run) = (Arc::clone(&placement.decode), placement.decode.run());
                 tried.push(run);
                 avoided.extend(also_unreachable(core, &failed, &error));

@@ -45,8 +45,8 @@ pub(crate) struct Health {
     trial_from: Option<Instant>,
     /// First of the good health checks since the last fault of a request or a check.
     good_checks_since: Option<Instant>,
-    /// The last health check has failed, and there was no output since.
-    has_failed_check: bool,
+    /// Start of the last health check, if it has failed and no request has had a first output since.
+    failed_check: Option<Instant>,
     /// End of the back-pressure that the worker asked for.
     busy_until: Option<Instant>,
     /// Start of the last probe.
@@ -161,7 +161,7 @@ impl Health {
             HealthSignal::Healthy => {
                 self.recent <<= 1;
                 (self.consecutive_faults, self.openings, self.breaker) = (0, 0, Breaker::Closed);
-                (self.request_openings, self.trial_from, self.has_failed_check) = (0, None, false);
+                (self.request_openings, self.trial_from, self.failed_check) = (0, None, None);
             }
             HealthSignal::Fault | HealthSignal::TimedOut => {
                 self.good_checks_since = None;
@@ -224,14 +224,15 @@ impl Health {
             }
             HealthSignal::Neutral => {}
             HealthSignal::Fault | HealthSignal::TimedOut => {
-                (self.trial_from, self.good_checks_since, self.has_failed_check) = (None, None, true);
+                (self.trial_from, self.good_checks_since) = (None, None);
+                self.failed_check = self.last_probe.or(Some(now));
                 self.open(now);
             }
         }
     }
 
     fn check_passed(&mut self, check: Check, now: Instant) {
-        self.has_failed_check = false;
+        self.failed_check = None;
         let good_for = now.saturating_duration_since(*self.good_checks_since.get_or_insert(now));
         if check == Check::Computes || good_for >= REPAIRED_AFTER {
             (self.request_openings, self.trial_from) = (0, None);
@@ -285,9 +286,9 @@ impl Health {
         matches!(self.breaker, Breaker::Open(_) | Breaker::HalfOpen)
     }
 
-    /// Whether the last health check has failed, and there was no output since.
-    pub(crate) fn has_failed_check(&self) -> bool {
-        self.has_failed_check
+    /// Start of the last health check, if it has failed and no request has had a first output since.
+    pub(crate) fn failed_check(&self) -> Option<Instant> {
+        self.failed_check
     }
 
     /// Whether the breaker is open and health checks have failed since it opened.

@@ -212,9 +212,14 @@ impl Worker {
         at.saturating_duration_since(self.run_state.first_seen).as_nanos() as u64
     }
 
+    /// Time of its last output, or of when it was seen first.
+    pub(crate) fn last_output(&self) -> Instant {
+        self.run_state.first_seen + Duration::from_nanos(self.run_state.last_output.load(Ordering::Relaxed))
+    }
+
     /// Whether it has returned an output since then.
     pub(crate) fn active_since(&self, then: Instant) -> bool {
-        self.run_state.first_seen + Duration::from_nanos(self.run_state.last_output.load(Ordering::Relaxed)) > then
+        self.last_output() > then
     }
 
     /// Records the values of a report that the admission queue reads.
@@ -249,9 +254,9 @@ impl Worker {
         self.nanoseconds(now) < self.run_state.checked_until.load(Ordering::Relaxed)
     }
 
-    /// Whether its last health check has failed, and there was no output since.
+    /// Whether its last health check has failed, and there was no output since the check began.
     pub(crate) fn has_failed_check(&self) -> bool {
-        self.health().has_failed_check()
+        self.health().failed_check().is_some_and(|began| !self.active_since(began))
     }
 
     /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either

@@ -1,8 +1,9 @@
 //! The router in a replay: the index, load, cost model and selection of the live router, in virtual time.
 
+mod feed;
+
 use super::admission::{AdmissionDecision, AdmissionDriver};
-use super::baselines::{Baseline, Report};
-use super::plane::Message;
+use super::baselines::Baseline;
 use super::planner::{Planned, PlannerDriver};
 use super::stub_engine::StubEngine;
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
@@ -10,7 +11,6 @@ use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
 use crate::booking::{CopyEnd, InflightPrefix, InflightPrefixes, PrefixCopies, placed};
 use crate::control::replicas::PeerRouters;
-use crate::control::{Outcome, SourceCursor};
 use crate::dispatch::order_copy;
 use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
@@ -21,14 +21,15 @@ use crate::policy::{
     Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
 };
 use crate::settings::{ResolvedSettings, Settings};
-use kvbm::{Epoch, Level, Run, SequenceHash};
+use feed::Feed;
+use kvbm::{Epoch, Level, SequenceHash};
 use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{PrefixCopy, Priority, Work};
 use worker::handoff::PeerTicket;
-use worker::plane::{Instance, ReservationUpdate, Role, RouterId, StoreId, WorkerId};
+use worker::plane::{Instance, ReservationUpdate, Role, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
 pub(super) struct SimulatedRouter {
@@ -97,12 +98,6 @@ pub(super) enum Action {
     Publish(ReservationUpdate),
 }
 
-/// A source of events, and the position up to which they are applied.
-struct Feed {
-    holder: Holder,
-    cursor: SourceCursor,
-}
-
 const EPOCH: Epoch = Epoch(1);
 const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
@@ -153,11 +148,6 @@ impl SimulatedRouter {
         let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();
         fleet.join_all(workers.iter().cloned());
         let holders = (0..worker_count as u64).map(|id| Holder::Worker(WorkerId(id))).chain([Holder::Store(STORE)]);
-        let feed = |holder| {
-            let mut cursor = SourceCursor::new(Some(EPOCH));
-            cursor.snapshot_applied(EPOCH, 0);
-            Feed { holder, cursor }
-        };
         Ok(Self {
             seed,
             baseline,
@@ -168,7 +158,7 @@ impl SimulatedRouter {
             fleet,
             workers,
             scratch: Scratch::default(),
-            feeds: holders.map(feed).collect(),
+            feeds: holders.map(Feed::new).collect(),
             start: Instant::now(),
             peer_routers: PeerRouters::default(),
             placements: (0..requests).map(|_| None).collect(),
@@ -506,61 +496,6 @@ impl SimulatedRouter {
         let instance = Instance { role: to, ..(*worker.instance).clone() };
         *worker = Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), worker.slot, Some(worker)));
         self.fleet.join(worker.clone());
-    }
-
-    /// Applies the reservation updates of another router.
-    pub(super) fn apply_updates(&mut self, now_ns: u64, from: usize, updates: Vec<ReservationUpdate>) {
-        let now = self.instant(now_ns);
-        self.peer_routers.apply(RouterId(from as u64), updates, &self.fleet, &self.inflight, now);
-    }
-
-    /// Removes the reservations of routers that have not sent anything for too long.
-    pub(super) fn expire_peers(&mut self, now_ns: u64) {
-        let now = self.instant(now_ns);
-        self.peer_routers.expire(now);
-    }
-
-    /// Applies an event or a report. Returns whether a snapshot of the source is needed.
-    pub(super) fn receive(&mut self, now_ns: u64, from: usize, message: Message) -> bool {
-        let now = self.instant(now_ns);
-        let feed = &mut self.feeds[from];
-        match message {
-            Message::Load(load) => {
-                if let Some(baseline) = &mut self.baseline {
-                    let kv_usage = load.active_blocks as f64 / load.total_blocks.max(1) as f64;
-                    baseline.reported(from, Report { waiting: load.waiting, kv_usage });
-                }
-                feed.cursor.behind(EPOCH, load.number, now);
-                self.workers[from].reported(&load);
-                self.workers[from].load.report(load, now);
-            }
-            Message::Blocks(number, event) => {
-                if let Outcome::Apply(event) = feed.cursor.event(EPOCH, number, event) {
-                    self.index.apply(feed.holder, &event);
-                }
-            }
-        }
-        feed.cursor.next_request(0).is_some()
-    }
-
-    /// Applies a snapshot of a source, taken at this moment. Returns whether another one is needed.
-    pub(super) fn apply_snapshot(
-        &mut self,
-        from: usize,
-        number: u64,
-        blocks: impl Iterator<Item = (Level, u32)>,
-    ) -> bool {
-        let feed = &mut self.feeds[from];
-        let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::block_hash(block)] };
-        let runs: Vec<Run> = blocks.map(run).collect();
-        if feed.cursor.accept_snapshot(EPOCH, number) {
-            self.index.replace(feed.holder, &runs);
-            feed.cursor.snapshot_applied(EPOCH, number);
-        }
-        while let Some(event) = feed.cursor.next() {
-            self.index.apply(feed.holder, &event);
-        }
-        feed.cursor.next_request(0).is_some()
     }
 
     /// Output tokens that are expected of a request.

@@ -60,6 +60,22 @@ async fn one_stalled_worker_delays_no_client() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_that_stalls_after_output_of_others_delays_no_client() {
+    let (harness, a, b) = two().await;
+    a.set_behaviour(Behaviour::Hang);
+    let asking = harness.clone();
+    let answers = tokio::spawn(async move { join_all((0..2).map(|family| asking.answer(prompt(family, 100)))).await });
+    pass(&harness, &[&a, &b], 3).await;
+    assert_eq!((a.requests(), b.requests()), (1, 1));
+    // As the last output of a stream that was running when the request came.
+    harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().record_output(Instant::now());
+    pass(&harness, &[&a, &b], 20).await;
+    assert!(answers.is_finished(), "overdue after 11 s without output");
+    assert!(answers.await.unwrap().iter().all(|answer| answer == &Ok(vec![1, 2])));
+    assert_eq!((b.requests(), is_ejected(&harness, 1)), (2, true));
+}
+
+#[tokio::test(start_paused = true)]
 async fn no_worker_counts_as_stalled_when_all_are_slow() {
     let (harness, a, b) = two().await;
     for worker in [&a, &b] {
@@ -109,6 +125,50 @@ async fn a_response_that_comes_whole_is_asked_elsewhere_if_the_health_check_fail
     assert!(answer.is_finished());
     assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
     assert_eq!((computing.requests(), other.requests(), is_ejected(&harness, id)), (1, 1, true));
+}
+
+/// Two servers of which the first hangs, after its health check has begun. Each has a request of a prompt that takes
+/// ten seconds, so that it is overdue after 110 s.
+async fn server_that_hangs_with_a_request() -> (Arc<Harness>, [Arc<FakeEngine>; 2], JoinHandle<bool>) {
+    let harness = Arc::new(defaults());
+    let (a, b) = (harness.relayed_worker(1).await, harness.relayed_worker(2).await);
+    (*a.server.lock(), *b.server.lock()) = (Some(1), Some(2));
+    a.set_behaviour(Behaviour::Hang);
+    while probes(&a) == 0 {
+        pass(&harness, &[&a, &b], 1).await;
+    }
+    let asking = Arc::clone(&harness);
+    let answers = tokio::spawn(async move {
+        let ask = |family| asking.answer(relayed_as(true, "/v1/completions", prompt(family, 10_000)));
+        join_all((0..2).map(ask)).await.iter().all(Result::is_ok)
+    });
+    pass(&harness, &[&a, &b], 2).await;
+    assert_eq!((a.requests(), b.requests(), is_ejected(&harness, 1)), (1, 1, false));
+    (harness, [a, b], answers)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_output_leaves_a_server_whose_health_check_fails() {
+    let (harness, [a, b], answers) = server_that_hangs_with_a_request().await;
+    // The check fails 10 s after it began; the other server needs 10 s for each of the two.
+    pass(&harness, &[&a, &b], 30).await;
+    assert!(answers.is_finished() && answers.await.unwrap());
+    assert_eq!((a.requests(), b.requests(), is_ejected(&harness, 1)), (1, 2, true));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_stays_on_a_server_with_output_whose_health_check_fails() {
+    let (harness, [a, b], answers) = server_that_hangs_with_a_request().await;
+    let server = harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().clone();
+    for _ in 0..60 {
+        server.record_output(Instant::now());
+        pass(&harness, &[&a, &b], 1).await;
+    }
+    assert_eq!((a.requests(), b.requests(), is_ejected(&harness, 1)), (1, 1, true));
+    // Without output, until the next check has failed.
+    pass(&harness, &[&a, &b], 40).await;
+    assert!(answers.is_finished() && answers.await.unwrap());
+    assert_eq!((a.requests(), b.requests()), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -493,7 +553,7 @@ async fn a_server_that_awaits_a_trial_serves_when_no_other_answers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_workers_close_counts_against_none_of_them() {
+async fn a_request_that_workers_fail_counts_against_none_of_them() {
     let no_answer = || Error::NoAnswer("connection closed".to_owned());
     let refused = || Error::Unavailable("connection refused".to_owned());
     // Whether each of three workers fails requests, and how many are ejected at once.
@@ -502,7 +562,9 @@ async fn a_request_that_workers_close_counts_against_none_of_them() {
         (no_answer(), [true, false, false], 1),
         (no_answer(), [true, true, false], 2),
         (refused(), [true, true, true], 3),
-        (failed(), [true, true, true], 3),
+        (failed(), [true, true, true], 0),
+        (failed(), [true, false, false], 1),
+        (failed(), [true, true, false], 2),
     ] {
         let harness = defaults();
         for (id, fails) in (1..).zip(fail) {

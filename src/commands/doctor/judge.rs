@@ -20,6 +20,7 @@ pub(super) fn judge(seen: &ProbeResult, kind: Kind, at: usize, findings: &mut Fi
     }
     if is_followed {
         events(seen, kind, at, findings);
+        replays(seen, at, findings);
     }
     match &seen.second {
         Some(Ok(usage)) => cached(seen, *usage, kind, findings),
@@ -96,6 +97,21 @@ fn refused(refusal: &Refusal, findings: &mut Findings) {
     };
     let is_problem = !matches!(refusal.status, Some(404 | 405));
     findings.wrong(is_problem, "completion", refusal.why.clone(), fix);
+}
+
+/// Whether the replay sockets are those of the publishers.
+fn replays(seen: &ProbeResult, at: usize, findings: &mut Findings) {
+    for endpoint in &seen.foreign_replays {
+        let detail = format!(
+            "{endpoint} does not have the batch that the publisher has just sent, as if it were of another server or \
+             rank: lost events are replaced by those of its cache"
+        );
+        let fix = format!(
+            "set upstreams.{at}.kv_events_replay to the address of replay_endpoint in --kv-events-config of this \
+             server, and of several ranks in the order of kv_events"
+        );
+        findings.warning("kv_replay", detail, fix);
+    }
 }
 
 /// Whether events arrive, and are those of the prompt.
@@ -235,6 +251,7 @@ mod tests {
             ranks: 1,
             tokens: Ok(tokens),
             events: Events { connected: 1, stored: 1, block_size: Some(32), found },
+            foreign_replays: Vec::new(),
             first: Ok(usage(None)),
             second: Some(Ok(usage(Some(96)))),
             salted: Some(Ok(usage(None))),

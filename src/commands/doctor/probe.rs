@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use upstream::TokenizeClient;
 use upstream::ask::{self, AnswerLimits};
-use upstream::kv_events::{Batch, Chain, Change, Event, Root, Sink, Source, View, run};
+use upstream::kv_events::{Batch, Chain, Change, Endpoint, Event, Root, Sink, Source, View, replays_batches, run};
 use upstream::relay::chunk::Usage;
 use worker::engine::UNKNOWN_CONTEXT;
 
@@ -68,6 +68,8 @@ pub(super) struct ProbeResult {
     pub(super) tokens: Result<Vec<u32>, String>,
     /// What the events said.
     pub(super) events: Events,
+    /// Replay sockets that do not have a batch which their publisher has just sent.
+    pub(super) foreign_replays: Vec<Endpoint>,
     /// The usage of the completions, or why there was none. Those after a failed one are missing.
     pub(super) first: Result<Usage, Refusal>,
     pub(super) second: Option<Result<Usage, Refusal>>,
@@ -108,8 +110,15 @@ pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
     };
     let (sender, mut events) = watch::channel(Events::default());
     let sender = Arc::new(sender);
-    let mut following = JoinSet::new();
+    let (mut following, mut compared) = (JoinSet::new(), JoinSet::new());
     for source in plan.sources {
+        if let Some(replay) = source.replay.clone() {
+            let source = source.clone();
+            compared.spawn(async move {
+                let is_same = replays_batches(&source, &replay).await;
+                is_same.is_ok_and(|is_same| !is_same).then_some(replay)
+            });
+        }
         // Without a replay only what comes from now on is read.
         let source = Source { replay: None, ..source.clone() };
         let view = View::new(PromptChain, plan.block_size, MAX_BLOCKS);
@@ -132,6 +141,8 @@ pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
     }
     let seen = events.borrow().clone();
     drop(following);
+    // While the other completions run.
+    let compared_until = Instant::now() + EVENTS_TIMEOUT;
     let (mut second, mut salted) = (None, None);
     if first.is_ok() {
         second = Some(completion(plan, &model, &prompt, None).await);
@@ -139,8 +150,15 @@ pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
             salted = Some(completion(plan, &model, &prompt, Some(&nonce())).await);
         }
     }
+    let mut foreign_replays = Vec::new();
+    // A publisher that has sent nothing leaves nothing to compare.
+    while seen.stored > 0
+        && let Ok(Some(replay)) = timeout_at(compared_until, compared.join_next()).await
+    {
+        foreign_replays.extend(replay.ok().flatten());
+    }
     let (block_size, ranks) = (plan.block_size, plan.sources.len());
-    ProbeResult { block_size, ranks, tokens, events: seen, first, second, salted }
+    ProbeResult { block_size, ranks, tokens, events: seen, foreign_replays, first, second, salted }
 }
 
 /// A prompt that no other request has, of [`BLOCKS`] blocks and a part of one, or what fits into the context; and its

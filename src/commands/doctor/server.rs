@@ -155,8 +155,7 @@ fn api_key(upstream: &Upstream, at: usize, findings: &mut Findings) -> Option<Op
 /// Opens a connection.
 async fn connects(upstream: &Upstream, addresses: &[IpAddr], findings: &mut Findings) -> bool {
     let host = upstream.url.host().unwrap_or_default();
-    let default = if upstream.url.scheme_str() == Some("https") { 443 } else { 80 };
-    let port = upstream.url.port_u16().unwrap_or(default);
+    let port = upstream.port();
     let addresses: Vec<SocketAddr> = addresses.iter().map(|address| SocketAddr::new(*address, port)).collect();
     let failure = match timeout(TCP_TIMEOUT, TcpStream::connect(&addresses[..])).await {
         Ok(Ok(_)) => None,

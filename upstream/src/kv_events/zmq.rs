@@ -23,7 +23,7 @@ pub mod fake;
 mod reach;
 mod source;
 
-pub use reach::{ReachError, reach, reach_replay};
+pub use reach::{ReachError, reach, reach_replay, replays_batches};
 pub use source::{Endpoint, EndpointError, Source};
 
 use super::follow::{Action, Follower};

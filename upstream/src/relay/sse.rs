@@ -100,6 +100,11 @@ impl Splitter {
         (!raw.is_empty()).then_some(Event { raw, whole: true })
     }
 
+    /// The same, which stay where they are.
+    pub fn unfinished(&self) -> Option<Event> {
+        (!self.partial.is_empty()).then(|| Event { raw: Bytes::copy_from_slice(&self.partial), whole: true })
+    }
+
     fn joined(&mut self, rest: Bytes) -> Bytes {
         if self.partial.is_empty() {
             return rest;

@@ -408,7 +408,7 @@ where
                     }
                 }
                 // The answer is whole after `[DONE]`, however its connection ends.
-                Some(Err(error)) if !this.content.is_done() => {
+                Some(Err(error)) if !this.content.is_done() && !this.content.is_done_at_end() => {
                     return this.end(Err(RelayError::BrokenOff(chain(&*error.into()))));
                 }
                 None | Some(Err(_)) => {
@@ -513,6 +513,11 @@ impl Content {
     /// `[DONE]` was read.
     fn is_done(&self) -> bool {
         matches!(self, Self::Events(events) if events.is_done())
+    }
+
+    /// `[DONE]` was read without the empty line after it, so that only the end of the body ends its event.
+    fn is_done_at_end(&self) -> bool {
+        matches!(self, Self::Events(events) if events.is_done_at_end())
     }
 }
 

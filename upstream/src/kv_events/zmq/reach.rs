@@ -1,8 +1,8 @@
-//! Whether the sockets of a publisher answer, for `blockyard doctor`.
+//! Whether the sockets of a publisher answer, and belong together, for `blockyard doctor`.
 
 use super::connection::{Connection, Failure};
 use super::{Endpoint, Source};
-use crate::kv_events::wire::Replayed;
+use crate::kv_events::wire::{Message, Replayed};
 use std::io;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -44,6 +44,34 @@ pub async fn reach_replay(endpoint: &Endpoint) -> Result<(), ReachError> {
         }
     };
     Ok(timeout(REPLAY_TIMEOUT, answered).await.map_err(|_| ReachError::Silent)??)
+}
+
+/// Waits for the next batch of a publisher, for as long as it takes, and then requests it at the replay socket. Returns
+/// whether the socket has the same batch: that of another publisher has another one with this number, or none.
+pub async fn replays_batches(source: &Source, replay: &Endpoint) -> Result<bool, ReachError> {
+    let published = next_batch(source).await?;
+    let asked = async {
+        let mut connection = Connection::replay(replay, published.number).await?;
+        loop {
+            let Some(frames) = connection.receive().await? else { continue };
+            match Replayed::read(&frames).map_err(Failure::Message)? {
+                // A replay may begin earlier than requested.
+                Replayed::Batch(batch) if batch.number < published.number => {}
+                Replayed::Batch(batch) => return Ok(batch == published),
+                Replayed::End => return Ok::<_, Failure>(false),
+            }
+        }
+    };
+    Ok(timeout(REPLAY_TIMEOUT, asked).await.map_err(|_| ReachError::Silent)??)
+}
+
+async fn next_batch(source: &Source) -> Result<Message, Failure> {
+    let mut live = Connection::subscriber(&source.live, source.topic.as_bytes()).await?;
+    loop {
+        if let Some(frames) = live.receive().await? {
+            return Ok(Message::live(&frames)?);
+        }
+    }
 }
 
 impl From<Failure> for ReachError {

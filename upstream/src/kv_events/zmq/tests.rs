@@ -320,6 +320,33 @@ async fn a_replay_socket_answers_that_there_is_nothing() {
 }
 
 #[tokio::test]
+async fn a_replay_socket_is_compared_with_the_next_batch() {
+    let listen = async || TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (publisher, replay) = (listen().await, listen().await);
+    let at =
+        |listener: &TcpListener| -> Endpoint { format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap() };
+    let source = Source { live: at(&publisher), replay: None, topic: String::new() };
+    // What the socket answers: the number and the process of each batch.
+    for (batches, expected) in
+        [(vec![(6, 1), (7, 1)], true), (vec![(7, 2)], false), (vec![(8, 1)], false), (vec![], false)]
+    {
+        let (source, endpoint) = (source.clone(), at(&replay));
+        let compared = tokio::spawn(async move { replays_batches(&source, &endpoint).await });
+        let mut live = Peer::accept(&publisher, "PUB").await;
+        live.message().await;
+        live.publish(1, 7).await;
+        let mut peer = Peer::accept(&replay, "ROUTER").await;
+        assert_eq!(peer.message().await, [Vec::new(), 7_u64.to_be_bytes().to_vec()]);
+        for (number, process) in &batches {
+            let number: u64 = *number;
+            peer.send(&codec::message(&[b"", b"kv", &number.to_be_bytes(), &payload(*process, number)])).await;
+        }
+        peer.send(&codec::message(&[b"", b"kv", &u64::MAX.to_be_bytes(), b""])).await;
+        assert_eq!(in_time(compared).await.unwrap().unwrap(), expected, "{batches:?}");
+    }
+}
+
+#[tokio::test]
 async fn what_does_not_speak_zmq_is_told_from_a_closed_port() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let live: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();

@@ -105,7 +105,7 @@ impl Events {
     /// the stream, of which a server has forgotten the last line end, else nothing. An error follows a stream that has
     /// no end, and part of an event before it would hide it. `ends_anywhere`: any event may be the last one.
     pub(super) fn finish(&mut self, holding: bool, ends_anywhere: bool) -> Result<Option<Bytes>, RelayError> {
-        let is_sent_again = self.transcript().is_some_and(Transcript::is_followed);
+        let is_sent_again = !self.is_done_at_end() && self.transcript().is_some_and(Transcript::is_followed);
         let Some(event) = self.splitter.finish().filter(|_| !is_sent_again) else { return Ok(None) };
         let last = self.last.clone();
         let step = self.step(event, holding)?;
@@ -114,6 +114,12 @@ impl Events {
         }
         self.last = last;
         Ok(None)
+    }
+
+    /// Whether the bytes after the last empty line are a `[DONE]`, whose event ends with the body.
+    pub(super) fn is_done_at_end(&self) -> bool {
+        let event = self.splitter.unfinished();
+        event.and_then(|event| event.data().map(|data| data.trim_ascii() == b"[DONE]")).unwrap_or(false)
     }
 
     /// The error with which the stream breaks off after the frames so far.

@@ -1,5 +1,6 @@
 use super::*;
 use crate::relay::fake::Script;
+use crate::relay::transcript::Api;
 use futures::channel::mpsc;
 use futures::{FutureExt, StreamExt, stream};
 use http_body::Frame;
@@ -213,6 +214,48 @@ fn a_stream_needs_a_finish_reason_or_done() {
     }
     let outcome = streamed(UsageInStream::Keep, ": ping\n\n");
     assert!(outcome.head.is_none() && matches!(outcome.end, Err(RelayError::Unfinished)));
+}
+
+#[test]
+fn done_without_its_empty_line_ends_a_stream() {
+    let text = event(r#"{"choices":[{"text":"a","finish_reason":null}]}"#);
+    for usage in [UsageInStream::Keep, UsageInStream::Strip] {
+        for (done, breaks_off) in [
+            ("data: [DONE]", false),
+            ("data: [DONE]\n", false),
+            ("data:[DONE]\r\n", false),
+            ("data: [DONE]", true),
+            ("data: [DONE]\n", true),
+        ] {
+            let body = text.clone() + &text + done;
+            // However it is split.
+            for at in body.len() - done.len()..body.len() {
+                let halves = [&body[..at], &body[at..]].map(|half| Ok(half.to_owned().into()));
+                let chunks = halves.into_iter().chain(breaks_off.then(broken)).collect();
+                let outcome = relayed("text/event-stream", usage, chunks);
+                assert_eq!(
+                    (outcome.bytes, outcome.end.is_ok()),
+                    (body.clone().into(), true),
+                    "{done:?} {at} {breaks_off}"
+                );
+            }
+        }
+    }
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, vec![Ok((text + "data: [DON").into()), broken()]);
+    assert!(matches!(outcome.end, Err(RelayError::BrokenOff(_))));
+}
+
+#[test]
+fn done_without_its_empty_line_ends_a_stream_that_is_followed() {
+    let chunk =
+        r#"{"id":"1","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":[5],"finish_reason":null}]}"#;
+    let body = event(chunk) + "data: [DONE]";
+    let mut relay = Relay::new(response("text/event-stream", stream::iter([Ok(body.into())])), UsageInStream::Keep);
+    assert!(relay.follow(Box::new(Transcript::new(Api::Completions, true))));
+    let items: Vec<_> = relay.collect::<Vec<_>>().now_or_never().unwrap();
+    let [Ok(Item::Head(_)), frames @ .., Ok(Item::End(_))] = &items[..] else { panic!("{items:?}") };
+    let Some(Ok(Item::Frame(last))) = frames.last() else { panic!("{frames:?}") };
+    assert!(last.ends_with(b"data: [DONE]"), "{last:?}");
 }
 
 #[test]

@@ -45,18 +45,20 @@ pub(super) struct Arrival<'a> {
     handed_over: HashSet<SequenceHash>,
 }
 
-/// A load that is not counted yet. If its request is cancelled, the leading blocks that have arrived are counted when
-/// it is dropped.
+/// A load that is not counted yet. If its request is cancelled, the blocks that have arrived are counted when it is
+/// dropped: also those behind one that has not, since blocks are loaded at the same time.
 struct Uncounted<'a> {
     context: &'a ArrivalContext,
     hashes: &'a [SequenceHash],
     phase: HandoffPhase,
+    /// Number of the blocks that were in G1 before.
+    before: usize,
     is_over: bool,
 }
 
 impl<'a> Uncounted<'a> {
     fn new(context: &'a ArrivalContext, hashes: &'a [SequenceHash], phase: HandoffPhase) -> Self {
-        Self { context, hashes, phase, is_over: false }
+        Self { context, hashes, phase, before: cached(&context.manager, hashes), is_over: false }
     }
 
     /// The load has ended, and is counted by its result.
@@ -68,10 +70,20 @@ impl<'a> Uncounted<'a> {
 impl Drop for Uncounted<'_> {
     fn drop(&mut self) {
         if !self.is_over {
-            let arrived = self.context.manager.hold(self.hashes).len();
+            let arrived = cached(&self.context.manager, self.hashes).saturating_sub(self.before);
             self.context.metrics.received(self.phase, arrived * self.context.block_bytes);
         }
     }
+}
+
+/// Number of these blocks that are in G1.
+fn cached(manager: &BlockManager, hashes: &[SequenceHash]) -> usize {
+    let (mut count, mut rest) = (0, hashes);
+    while let Some(at) = manager.next_cached(rest) {
+        count += 1;
+        rest = &rest[at + 1..];
+    }
+    count
 }
 
 /// How a prefill on another worker ended.

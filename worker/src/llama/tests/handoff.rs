@@ -4,7 +4,7 @@ use super::*;
 use crate::engine::{OutputStream, Request};
 use crate::handoff::{HandoffProgress, HandoffTicket, Progress};
 use crate::llama::HandoffLimits;
-use kvbm::{Faults, Faulty};
+use kvbm::{Faults, Faulty, SequenceHash};
 use std::time::Duration;
 use tokio::time::sleep;
 
@@ -40,10 +40,14 @@ impl Pair {
         self.decode.engine.generate(Request { work, ..request }).await.unwrap()
     }
 
+    fn hashes(&self) -> Vec<SequenceHash> {
+        let card = Arc::clone(runtime().card());
+        ChainKey::root(&Domain::shared(), &card.identity, None).hashes(&self.prompt, card.block_size)
+    }
+
     /// Waits until this many leading blocks are in G1 of the decode worker.
     async fn arrived(&self, blocks: usize) {
-        let card = Arc::clone(runtime().card());
-        let hashes = ChainKey::root(&Domain::shared(), &card.identity, None).hashes(&self.prompt, card.block_size);
+        let hashes = self.hashes();
         let arrived = async {
             while self.decode.manager.hold(&hashes).len() < blocks {
                 sleep(Duration::from_millis(1)).await;
@@ -172,17 +176,28 @@ async fn blocks_count_that_arrive_before_their_request_is_cancelled() {
     let shape = Shape { engine: Settings { handoff, ..Settings::default() }, ..Shape::default() };
     let (pair, progress) = Pair::new(48, shape).await;
     let memory = pair.peers.find_local(PREFILL).unwrap();
-    // With this seed the first blocks arrive, and the load waits for another one.
+    // With this seed the first blocks arrive, and those behind a block for which the load waits.
     pair.peers.insert(PREFILL, Arc::new(Faulty::new(memory, 1, Faults { hang: 0.1, ..Faults::default() })));
     let stream = pair.resume().await;
     progress.computed(BLOCKS - 1);
     pair.arrived(2).await;
+    let (hashes, manager) = (pair.hashes(), &pair.decode.manager);
+    let arrived = async {
+        loop {
+            let arrived = hashes.iter().filter(|hash| manager.next_cached(&[**hash]).is_some()).count();
+            if arrived > manager.hold(&hashes).len() {
+                return arrived;
+            }
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let arrived = tokio::time::timeout(Duration::from_mins(1), arrived).await.expect("a block behind a missing one");
     assert_eq!(pair.bytes("prefill"), 0, "the load has not ended");
     drop(stream);
     while pair.decode.count(RECEIVED, "cancelled") == 0 {
         sleep(Duration::from_millis(1)).await;
     }
-    assert!((2..BLOCKS - 1).contains(&pair.bytes("prefill")), "{} blocks", pair.bytes("prefill"));
+    assert!((arrived..BLOCKS - 1).contains(&pair.bytes("prefill")), "{} of {arrived} blocks", pair.bytes("prefill"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -12,6 +12,7 @@ mod operator;
 mod outages;
 mod processes;
 mod server;
+mod unusable_servers;
 
 use super::*;
 use crate::plane::{Discovery, Membership, contract};
@@ -51,6 +52,17 @@ fn variable(name: &str) -> Option<String> {
         let _ = writeln!(std::io::stderr(), "SKIPPED: no NATS server in {name}; `make test` starts one");
     }
     value
+}
+
+fn with_short_connect_timeout(settings: Settings) -> Settings {
+    Settings { connect_timeout: Duration::from_millis(600), ..settings }
+}
+
+async fn refused(settings: Settings) -> ConnectError {
+    match open(settings).await {
+        Ok(_) => panic!("it connected"),
+        Err(error) => error,
+    }
 }
 
 /// Settings with a prefix and a bucket of their own.
