@@ -6,6 +6,7 @@
 use super::change_groups::ChangeGroups;
 use super::estimate::ServiceEstimate;
 use super::least_times::LeastTimes;
+use super::prefix_demand::HORIZON;
 use super::prompt_flow::{PromptArrivals, PromptFlow};
 use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
 use super::timestamp::Timestamp;
@@ -26,6 +27,9 @@ pub(crate) struct SnapshotCache {
     busy: u64,
     /// Sequences of all workers.
     sequences: u64,
+    /// Sum of the queues of the workers that are not ejected, in microseconds, each limited to [`HORIZON`]. Integers,
+    /// because rounding errors of a float would add up.
+    queued_micros: u64,
     /// Workers that are ejected.
     ejected: usize,
     /// Own workers, whose reports come over the event plane.
@@ -138,16 +142,19 @@ impl SnapshotCache {
             *count += usize::from(reading.reports == state);
             *count -= usize::from(snapshot.reports == state);
         }
+        self.queued_micros -= queued_micros(snapshot);
         *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
+        self.queued_micros += queued_micros(snapshot);
         self.least_times[at] = LeastTimes::of(&snapshot.estimate);
     }
 
     /// Counts a prompt that was placed, by this router or by another one.
     pub(crate) fn prompt_arrived(&mut self, now: Timestamp) {
-        self.flow.arrived(self.busy as f64 / self.all.len().max(1) as f64, now);
+        let workers = self.all.len().max(1) as f64;
+        self.flow.arrived(self.busy as f64 / workers, self.queued_micros as f64 / 1e6 / workers, now);
     }
 
-    /// Prompts that arrive, averaged over half a minute. A prompt that is placed again counts again.
+    /// Prompts that arrive, and queues, averaged over half a minute. A prompt that is placed again counts again.
     pub(crate) fn arrivals(&self) -> PromptArrivals {
         self.flow.arrivals(self.all.len())
     }
@@ -200,7 +207,7 @@ impl SnapshotCache {
 
     /// `measured`: the set of measured fields may have changed.
     fn update_means(&mut self, measured: bool, now: Timestamp) {
-        let Self { all, least_times, fleet_means, least_lost_share, .. } = self;
+        let Self { all, least_times, fleet_means, least_lost_share, queued_micros: queued, .. } = self;
         let mut coverage = fleet_means.coverage();
         if measured {
             coverage = Coverage::default();
@@ -217,9 +224,15 @@ impl SnapshotCache {
                 snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
                 *least_times = LeastTimes::of(&snapshot.estimate);
             }
+            *queued = all.iter().map(|snapshot| queued_micros(snapshot)).sum();
         }
         *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
     }
+}
+
+/// The queue of a worker that is not ejected.
+fn queued_micros(snapshot: &WorkerSnapshot) -> u64 {
+    if snapshot.ejected { 0 } else { (snapshot.estimate.queue.min(HORIZON) * 1e6) as u64 }
 }
 
 impl<'a> FromIterator<&'a ServiceEstimate> for WorkerSequences {
@@ -319,6 +332,7 @@ mod tests {
             kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
+            assert_eq!(kept.queued_micros, new.queued_micros, "round {round}");
             let each: WorkerSequences = kept.all.iter().map(|snapshot| &snapshot.estimate).collect();
             assert_eq!((kept.sequences(), new.sequences()), (each, each), "round {round}");
             let counts = |cache: &SnapshotCache| (cache.ejected, cache.workers, cache.servers);

@@ -260,9 +260,9 @@ impl DecodePricing {
 }
 
 /// Total delay, in seconds, that a prompt causes to later prompts. The prompt takes `seconds` and waits behind `here`
-/// prompts, which take `queue` seconds. It delays every prompt that arrives before the queue is empty by `seconds`.
-/// Their number is estimated as those that arrive at the mean rate plus, because prompts come in bursts, as many as are
-/// queued now.
+/// prompts, which take `queue` seconds. It delays every prompt that arrives before the queue is empty by `seconds`, or
+/// those behind which that prompt waits elsewhere. Their number is estimated as those that arrive at the mean rate plus,
+/// because prompts come in bursts, as many as are queued now.
 fn queue_externality(seconds: f64, queue: f64, here: u32, arrivals: &PromptArrivals) -> f64 {
     seconds * (f64::from(here) + arrivals.behind(queue, seconds))
 }
@@ -408,7 +408,7 @@ mod tests {
     fn longer_queues_make_a_cached_prefix_worth_a_longer_wait() {
         let cost = |cached, waiting, prompts: u32| {
             let mut cost = aggregated([cached, 0, 0, 0, 0], &stats(waiting));
-            let arrivals = PromptArrivals::new(prompts.into(), 0.0);
+            let arrivals = PromptArrivals::new(prompts.into(), 0.0, 0.0);
             cost.queue_externality = queue_externality(cost.prefill, cost.queue, prompts, &arrivals);
             cost.total()
         };
