@@ -34,7 +34,7 @@ const MEAN_SECONDS: f64 = 30.0;
 const MIN_SECONDS: f64 = 1.0;
 
 impl PromptFlow {
-    /// Counts a prompt. `busy`: share of the workers with queued prompts; `queue`: mean queue of the workers, in seconds.
+    /// Counts a prompt. `busy`: share of the workers with queued prompts; `queue`: their mean queue, in seconds.
     pub(super) fn arrived(&mut self, busy: f64, queue: f64, now: Timestamp) {
         let elapsed = self.at.map_or(0, |at| now.bits().saturating_sub(at.bits())) as f64 / 1e9;
         let keep = (-elapsed / MEAN_SECONDS).exp();

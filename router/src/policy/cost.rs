@@ -260,9 +260,9 @@ impl DecodePricing {
 }
 
 /// Total delay, in seconds, that a prompt causes to later prompts. The prompt takes `seconds` and waits behind `here`
-/// prompts, which take `queue` seconds. It delays every prompt that arrives before the queue is empty by `seconds`, or
-/// those behind which that prompt waits elsewhere. Their number is estimated as those that arrive at the mean rate plus,
-/// because prompts come in bursts, as many as are queued now.
+/// prompts, which take `queue` seconds. It delays by `seconds` every prompt that arrives before the queue is empty, and
+/// others on the workers where prompts go instead. Their number is estimated as those that arrive at the mean rate
+/// plus, because prompts come in bursts, as many as are queued now.
 fn queue_externality(seconds: f64, queue: f64, here: u32, arrivals: &PromptArrivals) -> f64 {
     seconds * (f64::from(here) + arrivals.behind(queue, seconds))
 }
