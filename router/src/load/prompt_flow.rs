@@ -83,13 +83,10 @@ mod tests {
     #[test]
     fn rate_and_load_are_averages_from_the_first_seconds_on() {
         let (mut flow, start) = (PromptFlow::default(), Instant::now());
-        (0..600_u32).for_each(|nth| {
-            flow.arrived(
-                f64::from(nth % 2),
-                3.0 * f64::from(nth % 2),
-                (start + Duration::from_millis(100) * nth).into(),
-            )
-        });
+        for nth in 0..600_u32 {
+            let busy = f64::from(nth % 2);
+            flow.arrived(busy, 3.0 * busy, (start + Duration::from_millis(100) * nth).into());
+        }
         let PromptArrivals { rate, drain, mean_queue } = flow.arrivals(5);
         assert!((rate - 2.0).abs() < 0.2 && (drain - 1.0 / 0.57).abs() < 0.2, "ten a second on five: {rate} {drain}");
         assert!((mean_queue - 3.0 * (1.0 - drain.recip())).abs() < 1e-9, "{mean_queue} {drain}");

@@ -224,7 +224,7 @@ impl SnapshotCache {
                 snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
                 *least_times = LeastTimes::of(&snapshot.estimate);
             }
-            *queued = all.iter().map(|snapshot| queued_micros(snapshot)).sum();
+            *queued = all.iter().map(queued_micros).sum();
         }
         *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
     }
