@@ -11,6 +11,7 @@ mod block_reuse;
 mod block_use_rate;
 mod change_groups;
 mod demand;
+mod device_load;
 mod estimate;
 mod itl_target;
 mod least_squares;
@@ -35,6 +36,7 @@ mod traffic;
 mod worker_load;
 
 pub(crate) use demand::Demand;
+pub(crate) use device_load::OtherWorkers;
 pub(crate) use estimate::{ServiceEstimate, assumed_speed, prefill_speed};
 pub(crate) use itl_target::ItlTarget;
 pub(crate) use least_times::LeastTimes;

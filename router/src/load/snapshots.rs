@@ -4,6 +4,7 @@
 //! the explanation shows the values that made the decision.
 
 use super::change_groups::ChangeGroups;
+use super::device_load::{DeviceLoads, OtherWorkers};
 use super::estimate::ServiceEstimate;
 use super::least_times::LeastTimes;
 use super::prefix_demand::HORIZON;
@@ -30,6 +31,8 @@ pub(crate) struct SnapshotCache {
     /// Sum of the queues of the workers that are not ejected, in microseconds, each limited to [`HORIZON`]. Integers,
     /// because rounding errors of a float would add up.
     queued_micros: u64,
+    /// Load of the devices that several workers share.
+    devices: DeviceLoads,
     /// Workers that are ejected.
     ejected: usize,
     /// Own workers, whose reports come over the event plane.
@@ -102,6 +105,8 @@ impl SnapshotCache {
             self.least_times.resize(workers, LeastTimes::of(&default.estimate));
             self.keys.resize(workers, CacheKey::EMPTY);
             self.groups = ChangeGroups::of((0..workers).map(&load));
+            self.devices = DeviceLoads::of((0..workers).map(|at| load(at).device()));
+            self.devices.recount(self.all.iter().map(|snapshot| &snapshot.estimate));
             self.expire = 0;
         }
         let mut measured = false;
@@ -143,7 +148,9 @@ impl SnapshotCache {
             *count -= usize::from(snapshot.reports == state);
         }
         self.queued_micros -= queued_micros(snapshot);
-        *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
+        let new = WorkerSnapshot::of(&reading, &self.fleet_means);
+        self.devices.change(at, &snapshot.estimate, &new.estimate);
+        *snapshot = new;
         self.queued_micros += queued_micros(snapshot);
         self.least_times[at] = LeastTimes::of(&snapshot.estimate);
     }
@@ -162,6 +169,12 @@ impl SnapshotCache {
     /// Sequences of all workers.
     pub(crate) fn sequences(&self) -> WorkerSequences {
         WorkerSequences { workers: self.all.len() as u32, sequences: self.sequences }
+    }
+
+    /// What the other workers of the device of a worker compute; `None` if it shares the device with no other.
+    #[inline]
+    pub(crate) fn others_on_device(&self, at: usize) -> Option<OtherWorkers> {
+        self.devices.others(at, &self.all[at].estimate)
     }
 
     /// Blocks that are lost for each one that is used, on the worker that loses least.
@@ -207,7 +220,7 @@ impl SnapshotCache {
 
     /// `measured`: the set of measured fields may have changed.
     fn update_means(&mut self, measured: bool, now: Timestamp) {
-        let Self { all, least_times, fleet_means, least_lost_share, queued_micros: queued, .. } = self;
+        let Self { all, least_times, fleet_means, least_lost_share, queued_micros: queued, devices, .. } = self;
         let mut coverage = fleet_means.coverage();
         if measured {
             coverage = Coverage::default();
@@ -225,6 +238,7 @@ impl SnapshotCache {
                 *least_times = LeastTimes::of(&snapshot.estimate);
             }
             *queued = all.iter().map(queued_micros).sum();
+            devices.recount(all.iter().map(|snapshot| &snapshot.estimate));
         }
         *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
     }
@@ -287,7 +301,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
     use tokio::time::Instant;
-    use worker::plane::Load;
+    use worker::plane::{DeviceId, Load};
 
     /// A cache filled from scratch.
     fn anew(fleet: &[WorkerLoad], now: Instant) -> SnapshotCache {
@@ -301,7 +315,9 @@ mod tests {
         let (fleet, mut kept) = ((0..8).map(|_| WorkerLoad::default()).collect::<Vec<_>>(), SnapshotCache::default());
         // Two workers are in no group.
         let model = Arc::new(ModelStats::default());
-        fleet[2..].iter().for_each(|load| load.set_model_stats(&model, None));
+        for (nth, load) in fleet[2..].iter().enumerate() {
+            load.set_model_stats(&model, (nth < 4).then_some(DeviceId(nth as u64 / 2)));
+        }
         let (start, mut open, mut ejected) = (Instant::now(), Vec::new(), HashSet::new());
         for round in 0..1_000 {
             let draw = splitmix64(round);
@@ -333,6 +349,7 @@ mod tests {
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
             assert_eq!(kept.queued_micros, new.queued_micros, "round {round}");
+            assert_eq!(kept.devices.sums(), new.devices.sums(), "round {round}");
             let each: WorkerSequences = kept.all.iter().map(|snapshot| &snapshot.estimate).collect();
             assert_eq!((kept.sequences(), new.sequences()), (each, each), "round {round}");
             let counts = |cache: &SnapshotCache| (cache.ejected, cache.workers, cache.servers);

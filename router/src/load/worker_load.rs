@@ -31,6 +31,8 @@ pub(crate) struct WorkerLoad {
     state: Mutex<State>,
     /// What is learned of the model, once the worker serves one.
     model_stats: OnceLock<Arc<ModelStats>>,
+    /// What computes, if it is known.
+    device: OnceLock<DeviceId>,
     /// How fast the device of the worker is.
     pace: OnceLock<Arc<Mutex<Pace>>>,
     /// Tokens of a block; 0 when unknown.
@@ -110,8 +112,16 @@ impl WorkerLoad {
     pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>, device: Option<DeviceId>) {
         // A worker keeps its model and its device.
         self.change_group.get_or_init(|| (stats.changes().clone(), stats.changes().next_group()));
+        if let Some(device) = device {
+            let _ = self.device.set(device);
+        }
         let _ = self.pace.set(stats.pace_of(device));
         let _ = self.model_stats.set(stats.clone());
+    }
+
+    /// What computes, if it is known.
+    pub(super) fn device(&self) -> Option<DeviceId> {
+        self.device.get().copied()
     }
 
     fn pace(&self) -> Pace {
@@ -376,6 +386,7 @@ impl Default for WorkerLoad {
         let load = Self {
             state: Mutex::default(),
             model_stats: OnceLock::new(),
+            device: OnceLock::new(),
             pace: OnceLock::new(),
             block_tokens: AtomicU32::new(0),
             memory_blocks: AtomicU64::new(0),

@@ -100,6 +100,8 @@ pub enum Term {
     DecodeStall,
     /// Delay of later prompts on the same worker.
     QueueExternality,
+    /// Delay by prompts of the other workers of the same device, and of these prompts by this one.
+    SharedDevice,
     /// Recomputing or reloading blocks of other requests.
     Eviction,
     /// Number of sequences that decode on the worker.
@@ -235,6 +237,7 @@ impl Features<'_> {
             Term::DecodeSlowdown => cost.decode_slowdown,
             Term::DecodeStall => cost.decode_stall,
             Term::QueueExternality => cost.queue_externality,
+            Term::SharedDevice => cost.shared_device,
             Term::Eviction => cost.eviction,
             Term::Sequences => stats.sequences.into(),
             Term::Memory => f64::from(stats.active_blocks) / f64::from(stats.total_blocks.max(1)),

@@ -5,7 +5,7 @@
 
 use super::prompt::Prompt;
 use crate::index::{LEVELS, WorkerOverlap};
-use crate::load::{PrefillTime, PromptArrivals, ServiceEstimate, StepTime};
+use crate::load::{OtherWorkers, PrefillTime, PromptArrivals, ServiceEstimate, StepTime};
 use kvbm::Level;
 
 /// What the time between tokens of this request and of others is worth, and how a batch changes it.
@@ -76,6 +76,8 @@ pub(crate) struct Cost {
     pub(crate) queue_externality: f64,
     /// Delay of decoding sequences while this prompt is computed.
     pub(crate) decode_stall: f64,
+    /// Delay by prompts of the other workers of the same device, and of these prompts by this one.
+    pub(crate) shared_device: f64,
     /// Recomputing blocks of other requests, or loading them again, that the memory would hold without this request.
     pub(crate) eviction: f64,
     /// Probability that the worker is full.
@@ -201,8 +203,23 @@ impl Cost {
 
     /// Total cost.
     pub(crate) fn total(&self) -> f64 {
-        let Self { decode, decode_slowdown, decode_stall, queue_externality, eviction, replication, .. } = self;
-        self.first_token() + decode + decode_slowdown + decode_stall + queue_externality + eviction + replication
+        let Self { decode, decode_slowdown, decode_stall, queue_externality, .. } = self;
+        let caused = decode_slowdown + decode_stall + queue_externality + self.shared_device;
+        self.first_token() + decode + caused + self.eviction + self.replication
+    }
+
+    /// Counts that the `others` on the device of the worker compute prompts at the same time, each at its share of the
+    /// speed.
+    ///
+    /// The part of the prompt that many requests share does not count: it is computed once for all that will come to
+    /// this worker, which `replication` counts.
+    pub(crate) fn share_device(&mut self, work: &RemainingWork, others: &OtherWorkers) {
+        let OtherWorkers { queue, busy, prompts } = *others;
+        // Of the others' queues, what is computed until this prompt is.
+        let waits = queue.min(busy * (self.queue + self.steps_and_compute));
+        // Their prompts are delayed while they are there, and by no more than this prompt.
+        let delays = prompts * self.steps_and_compute.min(queue / busy.max(1.0));
+        self.shared_device = (waits + delays) * (1.0 - work.shared.max(0.0));
     }
 
     /// The request's own time to first token.
@@ -311,7 +328,7 @@ mod tests {
     #[test]
     fn every_term_is_a_part_of_the_total() {
         type Term = fn(&mut Cost) -> &mut f64;
-        let parts: [(&str, Term); 13] = [
+        let parts: [(&str, Term); 14] = [
             ("queue", |cost| &mut cost.queue),
             ("memory_wait", |cost| &mut cost.memory_wait),
             ("batch_wait", |cost| &mut cost.batch_wait),
@@ -323,6 +340,7 @@ mod tests {
             ("decode_slowdown", |cost| &mut cost.decode_slowdown),
             ("decode_stall", |cost| &mut cost.decode_stall),
             ("queue_externality", |cost| &mut cost.queue_externality),
+            ("shared_device", |cost| &mut cost.shared_device),
             ("eviction", |cost| &mut cost.eviction),
             ("replication", |cost| &mut cost.replication),
         ];
@@ -434,6 +452,30 @@ mod tests {
         // Sequences stand still for this long.
         is(idle.compute, 0.6);
         is(busy.compute, 0.6);
+    }
+
+    #[test]
+    fn workers_of_one_device_share_its_speed() {
+        let cost = |held, waiting, [queue, busy, prompts]: [f64; 3], shared_blocks| {
+            let held = WorkerOverlap::of([held, 0, 0, 0, 0]);
+            let work = RemainingWork::of(PROMPT, held, PRICING.prefill, shared_blocks);
+            let mut cost = Cost::aggregated(&work, &ServiceEstimate::of(&stats(waiting)), &PRICING);
+            cost.share_device(&work, &OtherWorkers { queue, busy, prompts });
+            cost
+        };
+        let is = |cost: Cost, seconds: f64| assert!((cost.shared_device - seconds).abs() < 1e-9, "{cost:?}");
+        is(cost(50, 0, [0.0; 3], 0), 0.0);
+        // 500 tokens take half a second. Another worker has one prompt with 0.2 s left: each waits for the other.
+        is(cost(50, 0, [0.2, 1.0, 1.0], 0), 0.4);
+        // With 2 s left, half a second of it is computed when this prompt is.
+        is(cost(50, 0, [2.0, 1.0, 1.0], 0), 1.0);
+        // Behind a queue of half a second it is a whole second. The other prompt still waits for this one alone.
+        is(cost(50, 500, [2.0, 1.0, 1.0], 0), 1.5);
+        // Of the 500 tokens 300 belong to a prefix that many requests share.
+        is(cost(50, 0, [2.0, 1.0, 1.0], 80), 0.4);
+        // A prefix whose worker has a queue is computed again on a device of its own, but not beside that queue.
+        assert!(cost(50, 600, [0.0; 3], 0).total() > cost(0, 0, [0.0; 3], 0).total());
+        assert!(cost(50, 600, [0.0; 3], 0).total() < cost(0, 0, [0.6, 1.0, 1.0], 0).total());
     }
 
     #[test]

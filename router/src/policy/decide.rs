@@ -346,7 +346,7 @@ impl<'a> DecisionContext<'a> {
                 continue;
             }
             let candidate = if plain {
-                let cost = self.aggregated(entry, self.work(entry), snapshot);
+                let cost = self.aggregated(at, entry, self.work(entry), snapshot);
                 candidate(at, entry, snapshot, cost.total(), cost.load())
             } else {
                 self.scored(at, prefill)
@@ -408,12 +408,18 @@ impl<'a> DecisionContext<'a> {
     /// Cost of the whole request on one worker.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    fn aggregated(&self, entry: &WorkerEntry, work: &RemainingWork, snapshot: &WorkerSnapshot) -> Cost {
+    fn aggregated(&self, at: usize, entry: &WorkerEntry, work: &RemainingWork, snapshot: &WorkerSnapshot) -> Cost {
         let (pricing, estimate) = (&self.pricing, &snapshot.estimate);
         let mut aggregated = Cost::aggregated(work, estimate, pricing);
         let others_delay = pricing.others_delay + aggregated.full_probability;
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
+        // Where prompts are computed on workers of their own, the roles say which worker computes what.
+        if entry.role == Role::Both
+            && let Some(others) = self.fleet.others_on_device(at)
+        {
+            aggregated.share_device(work, &others);
+        }
         if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
             aggregated.replication = replication.saving(work, estimate, &aggregated);
         }
@@ -423,7 +429,7 @@ impl<'a> DecisionContext<'a> {
     fn row(&self, at: usize, prefill: Option<&ScoredWorker<'_>>) -> ScoredWorker<'a> {
         let (entry, snapshot) = (&self.entries[at], &self.fleet.snapshots()[at]);
         let ((prompt, _), work) = (self.prompts[entry.scheme as usize], self.work(entry));
-        let (held, aggregated) = (work.held, self.aggregated(entry, work, snapshot));
+        let (held, aggregated) = (work.held, self.aggregated(at, entry, work, snapshot));
         let mut row = ScoredWorker {
             at,
             entry,

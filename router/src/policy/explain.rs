@@ -208,6 +208,7 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy, tokens: PromptTokens) -> 
         ("decode_slowdown", cost.decode_slowdown),
         ("decode_stall", decode_stall),
         ("queue_externality", cost.queue_externality),
+        ("shared_device", cost.shared_device),
         ("eviction", cost.eviction),
         ("replication", cost.replication),
     ];

@@ -6,7 +6,9 @@ use crate::booking::InflightPrefixes;
 use crate::fleet::{ModelPool, Needs, PromptTokens, WorkerEntry, WorkerRun};
 use crate::hash::HashCache;
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
-use crate::load::{LeastTimes, PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSequences, WorkerSnapshot};
+use crate::load::{
+    LeastTimes, OtherWorkers, PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSequences, WorkerSnapshot,
+};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
@@ -59,6 +61,13 @@ impl<'a> FleetView<'a> {
     #[inline]
     pub(crate) fn snapshots(&self) -> &[WorkerSnapshot] {
         self.snapshots.all()
+    }
+
+    /// What the other workers of the device of a worker compute, by index of the worker's entry; `None` if it shares
+    /// the device with no other.
+    #[inline]
+    pub(crate) fn others_on_device(&self, at: usize) -> Option<OtherWorkers> {
+        self.snapshots.others_on_device(at)
     }
 
     /// Sequences of all workers of the pool.

@@ -17,7 +17,8 @@ use worker::engine::{
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
-    Discovery, Event, EventBody, Events, Instance, KvCache, Lease, Load, Role, RouterId, Source, StoreId, WorkerId,
+    DeviceId, Discovery, Event, EventBody, Events, Instance, KvCache, Lease, Load, Role, RouterId, Source, StoreId,
+    WorkerId,
 };
 
 pub(crate) const BLOCK: usize = 16;
@@ -304,12 +305,17 @@ impl Harness {
 
     /// Adds a worker of which this is the fingerprint.
     pub(crate) async fn worker_with_fingerprint(&self, id: u64, role: Role, fingerprint: u8) -> Arc<FakeEngine> {
-        let kv_cache = KvCache {
-            fingerprint: Fingerprint::from_bytes([fingerprint; 32]),
-            blocks: 100,
-            host_blocks: 0,
-            device: None,
-        };
+        let fingerprint = Fingerprint::from_bytes([fingerprint; 32]);
+        self.worker_with_cache(id, role, KvCache { fingerprint, blocks: 100, host_blocks: 0, device: None }).await
+    }
+
+    /// Adds a worker that computes on a device.
+    pub(crate) async fn worker_on_device(&self, id: u64, device: u64) -> Arc<FakeEngine> {
+        let (fingerprint, device) = (Fingerprint::from_bytes([0; 32]), Some(DeviceId(device)));
+        self.worker_with_cache(id, Role::Both, KvCache { fingerprint, blocks: 10_000, host_blocks: 0, device }).await
+    }
+
+    async fn worker_with_cache(&self, id: u64, role: Role, kv_cache: KvCache) -> Arc<FakeEngine> {
         let (id, epoch, model) = (WorkerId(id), Epoch(1), Arc::new(card(MODEL)));
         self.join_as(Instance { id, epoch, role, model, stores: vec![], kv_cache: Some(kv_cache) }).await
     }

@@ -58,6 +58,28 @@ async fn a_hot_prefix_spills_when_waiting_costs_more_than_prefill() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_prefix_is_not_computed_again_beside_the_queue_on_the_same_device() {
+    for (devices, chosen) in [([1, 2], "w2"), ([1, 1], "w1")] {
+        let harness = defaults();
+        let mut workers = Vec::new();
+        for (id, device) in (1..).zip(devices) {
+            workers.push(harness.worker_on_device(id, device).await);
+        }
+        let conversation = prompt(1, 1600);
+        harness.announce(&workers[0], stored(Level::G1, &names(&conversation)), true);
+        harness.report(&workers[0], Load { waiting_tokens: 2000, ..Load::default() });
+        harness.report(&workers[1], Load::default());
+        settle().await;
+        let decision = harness.explain(conversation).await;
+        assert_eq!(decision["chosen"], chosen, "devices {devices:?}: {decision}");
+        let shared = |at: usize| decision["candidates"][at]["terms_s"]["shared_device"].as_f64();
+        // On the same device the other worker would compute the prompt while the queue of two seconds is computed.
+        let expected = if devices[0] == devices[1] { [None, Some(1.6)] } else { [None, None] };
+        assert_eq!([shared(0), shared(1)], expected, "{decision}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn blocks_have_the_size_of_the_model_card() {
     let harness = defaults();
     for (id, block_size) in [(1, 1), (2, 128)] {
