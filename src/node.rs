@@ -25,6 +25,7 @@ mod http_server;
 mod model;
 mod native;
 mod planes;
+mod port_user;
 mod preflight;
 mod quotas;
 mod refused_requests;

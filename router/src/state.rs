@@ -4,7 +4,7 @@
 
 use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, PrefixCopies, ReplicaOutbox};
-use crate::fleet::Fleet;
+use crate::fleet::{FailedRequests, Fleet};
 use crate::hash::{HashCache, splitmix64};
 use crate::index::{Index, NoAddresses};
 use crate::load::Traffic;
@@ -25,6 +25,7 @@ pub(crate) struct Core {
     /// Settings in effect. A decision keeps those that it began with.
     resolved: RwLock<Arc<ResolvedSettings>>,
     pub(crate) fleet: Arc<Fleet>,
+    pub(crate) failed_requests: FailedRequests,
     pub(crate) index: Arc<Index>,
     /// Block hashes of recent prompts.
     pub(crate) hash_cache: HashCache,
@@ -68,6 +69,7 @@ impl Core {
         Ok(Self {
             rng_seed: splitmix64(id.0),
             fleet: Arc::default(),
+            failed_requests: FailedRequests::default(),
             index: Arc::new(index),
             hash_cache: HashCache::default(),
             resolved: RwLock::new(Arc::new(resolved)),

@@ -1,6 +1,7 @@
 //! The HTTP server of a process: its port, its limit of connections, and its end.
 
 use super::banner;
+use super::port_user::{RunningBlockyard, blockyard_at};
 use crate::config::{Config, Listen};
 use crate::process::machine;
 use anyhow::anyhow;
@@ -130,25 +131,33 @@ pub(crate) struct PortError {
     pub(crate) problem: String,
     /// What to change.
     pub(crate) advice: String,
+    /// The Blockyard that has the port.
+    pub(crate) used_by: Option<RunningBlockyard>,
 }
 
 /// Opens a port. The error says what to change.
 pub(crate) async fn listen(at: &Listen, flag: &str) -> anyhow::Result<TcpListener> {
-    bind(at, flag).await.map_err(|PortError { problem, advice }| anyhow!("{problem}; {advice}"))
+    bind(at, flag).await.map_err(|PortError { problem, advice, .. }| anyhow!("{problem}; {advice}"))
 }
 
 /// Opens a port. `flag` sets another address when one is written after it, like `--listen `.
 pub(crate) async fn bind(at: &Listen, flag: &str) -> Result<TcpListener, PortError> {
-    TcpListener::bind((at.host.as_str(), at.port)).await.map_err(|error| {
-        if error.kind() == io::ErrorKind::AddrInUse {
-            let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
-            let problem = format!("{at} is in use by another program");
-            PortError { problem, advice: format!("stop it, or listen elsewhere: {flag}{other}") }
-        } else {
-            let problem = format!("cannot listen on {at}: {error}");
-            PortError { problem, advice: format!("choose another address: {flag}ADDR:PORT") }
-        }
-    })
+    let error = match TcpListener::bind((at.host.as_str(), at.port)).await {
+        Ok(listener) => return Ok(listener),
+        Err(error) => error,
+    };
+    if error.kind() != io::ErrorKind::AddrInUse {
+        let problem = format!("cannot listen on {at}: {error}");
+        return Err(PortError { problem, advice: format!("choose another address: {flag}ADDR:PORT"), used_by: None });
+    }
+    let used_by = blockyard_at(at).await;
+    let program = used_by.as_ref().map_or_else(|| "another program".to_owned(), ToString::to_string);
+    let is_shutting_down = used_by.as_ref().is_some_and(|blockyard| blockyard.is_shutting_down);
+    let first = if is_shutting_down { "wait until it has ended" } else { "stop it" };
+    let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
+    let (problem, advice) =
+        (format!("{at} is in use by {program}"), format!("{first}, or listen elsewhere: {flag}{other}"));
+    Err(PortError { problem, advice, used_by })
 }
 
 #[cfg(test)]

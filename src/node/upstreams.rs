@@ -9,6 +9,7 @@
 //! was removed or changed, and for an address that a name no longer has.
 
 mod api;
+mod estimated;
 mod ids;
 mod listed;
 mod server;
@@ -16,6 +17,7 @@ mod server;
 use super::aliases::{Aliases, IncompleteLog};
 use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
+use estimated::Estimated;
 use frontend::Tokenizers;
 use http::HeaderValue;
 use parking_lot::Mutex;
@@ -70,6 +72,8 @@ struct Shared {
     problems: Mutex<BTreeMap<ServerKey, String>>,
     /// The caches whose KV events are followed, for `/ready`.
     caches: Mutex<Vec<Weak<CacheEvents>>>,
+    /// Servers without KV events that the log does not name yet.
+    estimated: Estimated,
     tasks: TaskTracker,
     abort: CancellationToken,
 }
@@ -89,6 +93,8 @@ struct Intervals {
     /// Between checks of a server that has answered. A server needs longer to restart with another model, and a check
     /// is three small requests that its engine does not see.
     recheck: Duration,
+    /// For which servers without KV events are collected before the log names them. A fleet answers within seconds.
+    collect: Duration,
 }
 
 /// A server: the URL in the configuration, and the first of its addresses if it is one of several servers of a name.
@@ -155,6 +161,7 @@ impl Upstreams {
             known,
             problems: Mutex::default(),
             caches: Mutex::default(),
+            estimated: Estimated::default(),
             tasks,
             abort: abort_all,
         };
@@ -304,8 +311,8 @@ impl UnansweredSince {
 
 impl Default for Intervals {
     fn default() -> Self {
-        let [resolve, retry, recheck] = [5, 2, 10].map(Duration::from_secs);
-        Self { resolve, retry, recheck }
+        let [resolve, retry, recheck, collect] = [5, 2, 10, 1].map(Duration::from_secs);
+        Self { resolve, retry, recheck, collect }
     }
 }
 
@@ -315,6 +322,17 @@ impl Shared {
         let mut caches = self.caches.lock();
         caches.retain(|cache| cache.strong_count() > 0);
         caches.push(Arc::downgrade(cache));
+    }
+
+    /// Has the log name a server without KV events, together with others that are found soon.
+    fn log_estimated(self: &Arc<Self>, server: String, remedy: &'static str) {
+        if self.estimated.add(server, remedy) {
+            let shared = Arc::clone(self);
+            self.spawn(async move {
+                sleep(shared.intervals.collect).await;
+                shared.estimated.log();
+            });
+        }
     }
 
     /// Runs a task until the end of the program.

@@ -16,7 +16,7 @@ struct Program {
     child: Child,
     address: String,
     log: File,
-    _data: tempfile::TempDir,
+    data: tempfile::TempDir,
 }
 
 impl Program {
@@ -39,7 +39,7 @@ impl Program {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut banner).unwrap();
         let banner: Value = serde_json::from_str(&banner).unwrap();
         let address = banner["address"].as_str().unwrap().to_owned();
-        Self { child, address, log, _data: data }
+        Self { child, address, log, data }
     }
 
     fn url(&self, path: &str) -> String {
@@ -177,6 +177,15 @@ async fn after_sigterm_requests_are_served_until_the_listener_closes() {
     assert_eq!((ready.status().as_u16(), ready.headers()["retry-after"].to_str().unwrap()), (503, "1"));
     let error: Value = ready.json().await.unwrap();
     assert_eq!(error["error"]["code"], "shutting_down");
+    for (command, expected) in [("serve", "error: "), ("doctor", "warning  port")] {
+        let mut other = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        other.args([command, "--model", "tiny", "--listen", &program.address, "--data-dir"]).arg(program.data.path());
+        let output = tokio::task::spawn_blocking(move || other.output().unwrap()).await.unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        let problem = format!("{} is in use by a Blockyard {} that is", program.address, env!("CARGO_PKG_VERSION"));
+        assert!(said.contains(&format!("{problem} shutting down")) && said.contains(expected), "{said}");
+        assert!(said.contains("wait until it has ended, or listen elsewhere: --"), "{said}");
+    }
     // A second signal ends the process at once.
     program.signal("-TERM");
     assert!(program.wait().success());

@@ -35,32 +35,43 @@ struct Served {
 /// **A request that several workers failed, and none has served, counts against none of them.** Else a client could
 /// have all workers ejected. A worker that was failing before shows nothing of the request. A worker that cannot be
 /// reached, or that stalls, is counted at once.
-#[derive(Default)]
-struct FailedBy(Vec<(Arc<Worker>, Error)>);
+struct FailedBy<'a> {
+    failures: Vec<(Arc<Worker>, Error)>,
+    core: &'a Core,
+    model: &'a str,
+}
 
-impl FailedBy {
+impl<'a> FailedBy<'a> {
+    fn new(core: &'a Core, model: &'a str) -> Self {
+        Self { failures: Vec::new(), core, model }
+    }
+
     /// Records that the request has failed on a worker; not yet, if it may be the fault of the request.
     fn add(&mut self, worker: &Arc<Worker>, error: &Error) {
         let signal = HealthSignal::of(error);
         if signal == HealthSignal::Fault && !error.is_refusal() && !worker.is_failing() {
-            self.0.push((Arc::clone(worker), error.clone()));
+            self.failures.push((Arc::clone(worker), error.clone()));
         } else {
             worker.record_failure(signal, error);
         }
     }
 
-    /// Another worker has served the request: these have failed.
+    /// Another worker has served the request: these have failed. They may be none.
     fn served_by_another(mut self) {
-        for (worker, error) in self.0.drain(..) {
+        for (worker, error) in self.failures.drain(..) {
             worker.record_failure(HealthSignal::of(&error), &error);
         }
+        self.core.failed_requests.served(self.model);
     }
 }
 
-impl Drop for FailedBy {
+impl Drop for FailedBy<'_> {
     fn drop(&mut self) {
-        let is_of_request = self.0.len() > 1;
-        for (worker, error) in self.0.drain(..) {
+        let is_of_request = self.failures.len() > 1;
+        if is_of_request {
+            self.core.failed_requests.failed(self.model, Instant::now());
+        }
+        for (worker, error) in self.failures.drain(..) {
             let signal = if is_of_request { HealthSignal::Neutral } else { HealthSignal::of(&error) };
             worker.record_failure(signal, &error);
         }
@@ -84,7 +95,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
     let (mut tried, mut avoided, mut failures) = (Vec::new(), Vec::new(), 0);
-    let mut failed_by = FailedBy::default();
+    let mut failed_by = FailedBy::new(core, &request.model);
     // The last error, and why the request would be sent to another worker.
     let (mut last, mut retry_reason) = (None, None);
     let deadline = request.attributes.deadline;

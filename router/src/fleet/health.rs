@@ -97,7 +97,7 @@ pub(crate) enum HealthSignal {
 const CONSECUTIVE_FAULTS: u32 = 3;
 /// Faults among the last sixteen outcomes that open the breaker: a worker that fails every other request costs a retry
 /// each.
-const RECENT_FAULTS: u32 = 8;
+pub(super) const RECENT_FAULTS: u32 = 8;
 /// First open time: long enough for a dead process to be found by its lease, short enough for a short disturbance.
 const FIRST_OPEN: Duration = Duration::from_millis(250);
 /// Longest open time: the interval of probes of a worker that keeps failing.
@@ -113,7 +113,7 @@ const FAILED_TRIAL: u32 = 2;
 const TRIAL_TIME: Duration = Duration::from_secs(30);
 /// Good health checks for this long without a fault count as an output: a server that was repaired and gets no requests
 /// is not listed for ever.
-const REPAIRED_AFTER: Duration = Duration::from_mins(5);
+pub(super) const REPAIRED_AFTER: Duration = Duration::from_mins(5);
 /// Openings in a row after which a worker is down: its requests failed, and so did two health checks, the second after
 /// half a second more.
 const DOWN_AFTER: u32 = 3;

@@ -62,7 +62,8 @@ impl Engine for Router {
         let fleet = self.core.fleet.snapshot();
         let failing = fleet.workers().filter(|member| member.is_failing());
         let failing = failing.map(|member| format!("{} fails its requests or health checks", member.described()));
-        let fleet_problems = failing.chain(fleet.cordoned_models()).chain(fleet.absences());
+        let failed_requests = self.core.failed_requests.problems(Instant::now());
+        let fleet_problems = failing.chain(failed_requests).chain(fleet.cordoned_models()).chain(fleet.absences());
         fleet_problems.chain(self.core.recorder.problem()).collect()
     }
 

@@ -7,7 +7,6 @@ use crate::node::sizes::{ShortContext, Shortage};
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine, Space};
 use futures::future::join_all;
-use http::{StatusCode, Uri};
 use kvbm::disk::OpenError;
 use kvbm::object::StoreLocation;
 use rustix::fs::Access;
@@ -16,11 +15,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
-use upstream::ask::{self, AnswerLimits, ServerAnswer};
-use upstream::relay::client::{Client, Settings};
 
-/// Limits of the answer of the program that listens on the port. Blockyard's answer has 20 bytes.
-const LIVE: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_secs(2) };
 /// Time for the check of a store: four requests.
 const STORE_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -139,12 +134,16 @@ async fn port((check, key): (&'static str, &str), at: &Listen, has_tls: bool, fi
         findings.ok(check, format!("{at}: the system chooses a port"));
         return PortUser::Other;
     }
-    let Err(PortError { problem, advice }) = node::bind(at, &format!("--set {key}=")).await else {
+    let Err(PortError { problem, advice, used_by }) = node::bind(at, &format!("--set {key}=")).await else {
         findings.ok(check, format!("{at} is free"));
         return PortUser::Other;
     };
-    if let Some(program) = running(at).await {
-        findings.ok(check, format!("{at} is in use by a running {program}"));
+    if let Some(blockyard) = used_by {
+        if blockyard.is_shutting_down {
+            findings.warning(check, problem, advice);
+        } else {
+            findings.ok(check, problem);
+        }
         return PortUser::Blockyard;
     }
     if has_tls {
@@ -155,30 +154,6 @@ async fn port((check, key): (&'static str, &str), at: &Listen, has_tls: bool, fi
     }
     findings.problem(check, problem, advice);
     PortUser::Other
-}
-
-/// The Blockyard that answers at an address, with its version unless that needs a key.
-async fn running(at: &Listen) -> Option<String> {
-    let host = match at.host.as_str() {
-        "0.0.0.0" => "127.0.0.1".to_owned(),
-        "::" => "[::1]".to_owned(),
-        host if host.contains(':') => format!("[{host}]"),
-        host => host.to_owned(),
-    };
-    let address: Uri = format!("http://{host}:{}", at.port).parse().ok()?;
-    let client = Client::new(&address, &Settings::default()).ok()?;
-    let get = async |path| ask::get(&client, None, path, LIVE).await.ok();
-    let json = |answer: &ServerAnswer| serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
-    let live = get("/live").await?;
-    // Every answer of Blockyard has the header.
-    if json(&live)?["status"] != "ok" || live.header("x-request-id").is_none() {
-        return None;
-    }
-    let version = get("/version").await?;
-    if version.status == StatusCode::UNAUTHORIZED {
-        return Some("Blockyard".to_owned());
-    }
-    Some(format!("Blockyard {}", json(&version)?["version"].as_str()?))
 }
 
 /// Whether spans are sent to the port of another protocol.

@@ -330,11 +330,7 @@ impl Server {
                 (_, Program::Sglang) => START_SGLANG,
                 (_, Program::Vllm | Program::Other) => START_VLLM,
             };
-            tracing::info!(
-                upstream = %self.name(),
-                "routing is approximate: the server's cache is estimated from the prompts sent to it, without its KV \
-                 events; {remedy}"
-            );
+            self.shared.log_estimated(self.name(), remedy);
         }
         let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
         let reports = Arc::new(LoadReports::default());

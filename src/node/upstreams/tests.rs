@@ -17,6 +17,8 @@ const QUICK: Intervals = Intervals {
     resolve: Duration::from_millis(20),
     retry: Duration::from_millis(20),
     recheck: Duration::from_millis(20),
+    // The servers without KV events are counted.
+    collect: TIMEOUT.saturating_mul(60),
 };
 
 /// Upstreams, the answer of the resolver, and what discovery reports.
@@ -325,6 +327,22 @@ async fn a_server_that_refuses_the_key_gets_no_requests_until_it_accepts_it() {
         assert_eq!(again.id, former.id);
         engine = next;
     }
+}
+
+#[tokio::test]
+async fn servers_without_events_are_logged_together() {
+    let mut servers = Vec::new();
+    for _ in 0..5 {
+        servers.push(any_server().await);
+    }
+    servers[4].set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": "tcp://*:1" }])));
+    let urls: Vec<String> = servers.iter().map(|server| server.uri().to_string()).collect();
+    let mut harness = Harness::new();
+    harness.apply(&urls.iter().map(String::as_str).collect::<Vec<_>>());
+    for _ in &servers {
+        harness.joined().await;
+    }
+    assert_eq!(harness.upstreams.shared.estimated.counts(), [(4, 3)]);
 }
 
 #[tokio::test]

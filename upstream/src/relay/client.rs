@@ -426,6 +426,11 @@ fn of_http2(outcome: hyper::Result<Response<(Incoming, http2::Place)>>) -> Resul
         Err(error) if http2::is_unprocessed(&error) => Err(RelayError::Refused(chain(&error))),
         // There was an answer, but not one of HTTP.
         Err(error) if error.is_parse() => Err(RelayError::Malformed(chain(&error))),
+        Err(error) if http2::is_malformed(&error) => {
+            let limit = http1::MAX_HEAD >> 10;
+            let why = format!("{}; a head may have at most {limit} KiB, and not the status 101", chain(&error));
+            Err(RelayError::Malformed(why))
+        }
         // The connection ended before the request was sent.
         Err(error) if error.is_canceled() || error.is_closed() => Err(RelayError::Unreachable(chain(&error))),
         Err(error) => Err(RelayError::NoAnswer(chain(&error))),

@@ -18,6 +18,8 @@
 //! Not here: time limits of a request. The items carry none, so the caller can time them as it likes.
 
 mod events;
+mod frames;
+mod kind;
 mod plain;
 mod total;
 
@@ -26,13 +28,13 @@ use super::headers;
 use super::transcript::{Broken, Transcript};
 use bytes::Bytes;
 use events::Events;
+use frames::{HeldFrames, next_run};
 use futures::Stream;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body::Body;
+use kind::{Start, has_type, is_readable_stream};
 use plain::Plain;
-use std::collections::VecDeque;
 use std::error::Error;
-use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -107,15 +109,6 @@ enum Phase {
     Ended,
 }
 
-#[derive(Default, Debug)]
-struct HeldFrames {
-    /// Most answers never have more than one.
-    first: Option<Bytes>,
-    others: VecDeque<Bytes>,
-    /// Of all frames that were ever held.
-    bytes: usize,
-}
-
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "a box for the other variant too would be an allocation for each answer")]
 enum Content {
@@ -127,14 +120,6 @@ enum Content {
         usage: UsageInStream,
         start: Bytes,
     },
-}
-
-/// What the first bytes of a body say that it consists of.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Start {
-    Json,
-    Events,
-    Other,
 }
 
 /// Maximum number of bytes that are kept until they say what the body consists of. White space may come before.
@@ -421,84 +406,6 @@ where
     }
 }
 
-/// The next frame of a stream that passes: all events in a row that were received together and pass unchanged. A frame
-/// that does not follow the ones before it is put into `held`.
-fn next_run(events: &mut Events, received: &Bytes, held: &mut HeldFrames) -> Result<Option<Bytes>, RelayError> {
-    let mut run = 0..0;
-    while let Some(event) = events.next() {
-        let Some(frame) = events.step(event, false)?.frame else { continue };
-        match position(received, &frame) {
-            Some(at) if at.start == run.end || run.is_empty() => {
-                run = if run.is_empty() { at } else { run.start..at.end };
-            }
-            _ if run.is_empty() => return Ok(Some(frame)),
-            _ => {
-                held.push(frame);
-                break;
-            }
-        }
-    }
-    Ok(Some(received.slice(run)).filter(|run| !run.is_empty()))
-}
-
-/// Where `part` is in `whole`, if it is a slice of it.
-fn position(whole: &Bytes, part: &Bytes) -> Option<Range<usize>> {
-    let start = part.as_ptr().addr().checked_sub(whole.as_ptr().addr())?;
-    let end = start + part.len();
-    (end <= whole.len()).then_some(start..end)
-}
-
-impl Start {
-    /// `None`: more bytes are needed.
-    fn of(start: &[u8]) -> Option<Self> {
-        /// The fields of events (the HTML standard). A line that begins with a colon is a comment.
-        const FIELDS: [&[u8]; 4] = [b"data:", b"event:", b"id:", b"retry:"];
-        match start.trim_ascii_start() {
-            [] => None,
-            [b'{' | b'[', ..] => Some(Self::Json),
-            [b':', ..] => Some(Self::Events),
-            start if FIELDS.iter().any(|field| start.starts_with(field)) => Some(Self::Events),
-            start if FIELDS.iter().any(|field| field.starts_with(start)) => None,
-            _ => Some(Self::Other),
-        }
-    }
-}
-
-impl HeldFrames {
-    fn push(&mut self, frame: Bytes) {
-        self.bytes += frame.len();
-        if self.first.is_none() && self.others.is_empty() {
-            self.first = Some(frame);
-        } else {
-            self.others.push_back(frame);
-        }
-    }
-
-    /// Adds a frame to the one before it, if it follows that one in `received`: a server may send many small events.
-    fn push_received(&mut self, frame: Bytes, received: &Bytes) {
-        let last = self.others.back_mut().or(self.first.as_mut());
-        if let Some(last) = last
-            && let Some(before) = position(received, last)
-            && let Some(at) = position(received, &frame)
-            && before.end == at.start
-        {
-            *last = received.slice(before.start..at.end);
-            self.bytes += frame.len();
-        } else {
-            self.push(frame);
-        }
-    }
-
-    fn pop(&mut self) -> Option<Bytes> {
-        self.first.take().or_else(|| self.others.pop_front())
-    }
-
-    fn clear(&mut self) {
-        self.first = None;
-        self.others.clear();
-    }
-}
-
 impl Content {
     fn events(usage: UsageInStream) -> Self {
         Self::Events(Box::new(Events::new(usage)))
@@ -519,20 +426,6 @@ impl Content {
     fn is_done_at_end(&self) -> bool {
         matches!(self, Self::Events(events) if events.is_done_at_end())
     }
-}
-
-/// Whether a body consists of events. A compressed one cannot be read, and passes like any other body.
-fn is_readable_stream(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let media_type = text(header::CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();
-    let is_plain = || text(header::CONTENT_ENCODING).is_none_or(|encoding| encoding.eq_ignore_ascii_case("identity"));
-    media_type.trim().eq_ignore_ascii_case("text/event-stream") && is_plain()
-}
-
-/// Whether the engine says what a body consists of, or has compressed it.
-fn has_type(headers: &HeaderMap) -> bool {
-    let is_named = headers.get(header::CONTENT_TYPE).is_some_and(|value| !value.is_empty());
-    is_named || headers.contains_key(header::CONTENT_ENCODING)
 }
 
 /// An error with its causes.

@@ -35,6 +35,11 @@ pub struct RemoteEngine {
     connections: Connections,
 }
 
+/// Bytes of outputs that wait for a client that does not read: about 600 tokens. Each is a frame of its own, which
+/// takes 270 bytes of memory until it is read, so a stream takes 160 KB. A stream that is read has more than a hundred
+/// thousand tokens per second from a worker that is a millisecond away.
+const OUTPUT_WINDOW: u32 = 8 << 10;
+
 /// Longest text of an error that is read.
 const MAX_ERROR_BYTES: usize = 64 << 10;
 
@@ -46,7 +51,7 @@ impl RemoteEngine {
             model: Arc::clone(&instance.model),
             path: format!("/workers/{}/generate", instance.id.0),
             prefetch_path: format!("/workers/{}/prefetch", instance.id.0),
-            connections: Connections::new(Endpoint::new(&address.0, credentials.into())),
+            connections: Connections::new(Endpoint::new(&address.0, credentials.into()), OUTPUT_WINDOW),
         }
     }
 

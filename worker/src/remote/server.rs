@@ -82,7 +82,7 @@ const MAX_REQUEST_BYTES: usize = 64 << 20;
 const MAX_BLOCKS_BYTES: usize = 16 << 20;
 
 /// A frame is sent when it has this many bytes, even if more outputs are ready: a quarter of a stream's window.
-const MAX_FRAME_BYTES: usize = 16 << 10;
+const MAX_FRAME_BYTES: usize = 2 << 10;
 
 impl RequestServer {
     /// A server for requests with the required MAC; `None`: for all requests. The blocks of workers in `peers` can be

@@ -200,6 +200,21 @@ async fn an_output_that_is_not_read_delays_no_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn little_is_generated_for_a_stream_that_is_not_read() {
+    let endless = Endless::default();
+    let pair = Pair::open(endless.engine()).await;
+    let _unread = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    let (generated, before) = (&endless.generated, AtomicUsize::new(usize::MAX));
+    until("generation stops", || {
+        std::thread::sleep(Duration::from_millis(200));
+        before.swap(generated.load(Ordering::SeqCst), Ordering::SeqCst) == generated.load(Ordering::SeqCst)
+    })
+    .await;
+    let generated = generated.load(Ordering::SeqCst);
+    assert!(generated < 2000, "{generated} tokens");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn short_outputs_that_are_not_read_do_not_end_the_connection() {
     let generated = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&generated);

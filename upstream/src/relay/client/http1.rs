@@ -12,11 +12,13 @@
 mod framing;
 mod head;
 
+pub(super) use head::MAX_HEAD;
+
 use super::connect::Socket;
 use super::pool::Pool;
 use bytes::{Buf, Bytes, BytesMut};
 use framing::Framing;
-use head::{AnswerHead, MAX_HEAD};
+use head::AnswerHead;
 use http::{HeaderMap, Method, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use std::cell::RefCell;

@@ -5,6 +5,7 @@
 //! client does not read it holds no other answer up, and does not end the connection.
 
 use super::connect::Socket;
+use super::http1::MAX_HEAD;
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::Full;
@@ -76,6 +77,8 @@ impl Shared {
         let mut builder = Builder::new(TokioExecutor::new());
         builder.timer(TokioTimer::new());
         builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+        // The same as for HTTP/1.1. A longer head ends its stream, and one four times as long the connection.
+        builder.max_header_list_size(u32::try_from(MAX_HEAD).expect("64 KiB"));
         builder.keep_alive_interval(PING_INTERVAL).keep_alive_timeout(PING_TIMEOUT);
         let (sender, connection) = builder.handshake(TokioIo::new(socket)).await?;
         // Its errors are those of its requests.
@@ -125,6 +128,12 @@ impl Connection {
 pub(super) fn is_unprocessed(error: &hyper::Error) -> bool {
     let is_refused = |error: &h2::Error| error.is_remote() && error.reason() == Some(h2::Reason::REFUSED_STREAM);
     is_going_away(error) || cause(error).is_some_and(is_refused)
+}
+
+/// Whether this process has ended the stream or the connection, because what the engine sent is not valid, or has a
+/// head that is too long. The `h2` crate does not say which.
+pub(super) fn is_malformed(error: &hyper::Error) -> bool {
+    cause(error).is_some_and(h2::Error::is_library)
 }
 
 /// Whether it is the second of these. A stream that the engine may have processed fails with another error when the

@@ -1,4 +1,5 @@
 mod closed;
+mod malformed_http2;
 
 use super::*;
 use crate::relay::chunk::Usage;

@@ -23,6 +23,8 @@ use tokio_util::sync::CancellationToken;
 /// Connections to one process.
 pub(super) struct Connections {
     endpoint: Arc<Endpoint>,
+    /// Bytes that a stream may send before they are read.
+    stream_window: u32,
     open: Mutex<Vec<Arc<Connection>>>,
     /// Held while a connection is made, so that requests that come at the same time share it.
     connecting: tokio::sync::Mutex<()>,
@@ -75,11 +77,10 @@ struct End {
 
 /// Streams on a connection.
 const MAX_STREAMS: usize = 100;
-/// Bytes that a stream may send before they are read: thousands of tokens.
-const STREAM_WINDOW: u32 = 64 << 10;
-/// The same for a connection: the largest there is (RFC 9113, section 6.9.1), because each stream has a limit. The `h2`
+/// Window of a connection: the largest there is (RFC 9113, section 6.9.1), because each stream has a limit. The `h2`
 /// crate adds up by how much each unread frame is shorter than 256 bytes, as one with a token is, and ends the
-/// connection when the sum exceeds half of this window. 100 streams reach at most 330 MB, with frames of 5 bytes.
+/// connection when the sum exceeds half of this window. 100 streams reach at most 330 MB, with windows of 64 KiB and
+/// frames of 5 bytes.
 const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// A path that every process answers without computing anything.
 const LIVE: &str = "/live";
@@ -97,9 +98,11 @@ const LEFT_SECONDS: u32 = 2;
 const PING: Duration = Duration::from_secs(10);
 
 impl Connections {
-    /// Connections to a process.
-    pub(super) fn new(endpoint: Endpoint) -> Self {
-        Self { endpoint: Arc::new(endpoint), open: Mutex::default(), connecting: tokio::sync::Mutex::default() }
+    /// Connections to a process. `stream_window`: the bytes that a stream may send before they are read, at most
+    /// 64 KiB.
+    pub(super) fn new(endpoint: Endpoint, stream_window: u32) -> Self {
+        let (open, connecting) = Default::default();
+        Self { endpoint: Arc::new(endpoint), stream_window, open, connecting }
     }
 
     /// Where the process is.
@@ -116,7 +119,7 @@ impl Connections {
         if let Some(stream) = self.open() {
             return Ok(stream);
         }
-        let connection = Arc::new(connect(&self.endpoint).await?);
+        let connection = Arc::new(connect(&self.endpoint, self.stream_window).await?);
         tokio::spawn(check_while_open(Arc::downgrade(&connection)));
         let stream = Stream::on(&connection);
         self.open.lock().push(connection);
@@ -234,7 +237,7 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for UntilClosed {
     }
 }
 
-async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
+async fn connect(endpoint: &Arc<Endpoint>, stream_window: u32) -> Result<Connection, ConnectError> {
     let socket = endpoint.connect(b"h2").await.map_err(|error| {
         let is_own = transport::is_out_of_files(&error);
         if is_own { ConnectError::OutOfFiles } else { ConnectError::Failed(endpoint.explain(&error)) }
@@ -242,7 +245,7 @@ async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
     let closed = CancellationToken::new();
     let mut builder = Builder::new(UntilClosed(closed.clone()));
     builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(2 * PING);
-    builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+    builder.initial_stream_window_size(stream_window).initial_connection_window_size(CONNECTION_WINDOW);
     let handshake = builder.handshake(TokioIo::new(socket)).await;
     let (sender, connection) = handshake.map_err(|error| ConnectError::Failed(endpoint.explain(&error)))?;
     let end = Arc::new(End::default());

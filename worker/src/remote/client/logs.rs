@@ -54,6 +54,9 @@ struct Messages {
 /// millions of blocks.
 const MAX_SILENCE: MaxSilence = MaxSilence { head: Duration::from_secs(3), body: Duration::from_secs(6) };
 
+/// Bytes that arrive before they are decoded: a frame of the server.
+const WINDOW: u32 = 64 << 10;
+
 /// Largest accepted snapshot: 32 million blocks.
 const MAX_SNAPSHOT_BYTES: u64 = 512 << 20;
 
@@ -73,7 +76,7 @@ impl RemoteLogs {
     }
 
     async fn open(&self, at: &Address, request: LogRequest, max_bytes: u64) -> Result<Messages, LogReadError> {
-        let connections = Connections::new(Endpoint::new(&at.0, self.credentials.clone()));
+        let connections = Connections::new(Endpoint::new(&at.0, self.credentials.clone()), WINDOW);
         let stream = connections.get().await.map_err(|error| LogReadError::Unreachable(error.to_string()))?;
         let sent = send(stream, connections.endpoint(), request);
         let (response, stream) = in_time(self.silence.head, sent).await??;

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::mem::MaybeUninit;
 
 /// Maximum number of bytes of the head of an answer. Engines send 300.
-pub(super) const MAX_HEAD: usize = 64 << 10;
+pub(in super::super) const MAX_HEAD: usize = 64 << 10;
 /// Maximum number of headers of an answer.
 const MAX_HEADERS: usize = 128;
 

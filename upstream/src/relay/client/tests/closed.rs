@@ -103,9 +103,10 @@ async fn a_new_connection_that_closes_is_an_error() {
 }
 
 /// What a server of HTTP/2 does with a request.
-#[derive(Clone, Copy)]
-enum Does {
+pub(super) enum Does {
     Answer,
+    /// It answers with this block of headers; `true`: the response ends with them.
+    Head(Vec<u8>, bool),
     /// It refuses the stream.
     Refuse,
     /// It closes the connection, on which the last stream that it has processed is the first one.
@@ -118,7 +119,7 @@ enum Does {
 const HEADERS: u8 = 1;
 
 /// A server that does these one after the other, and the numbers of the connections that requests came on.
-async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mutex<Vec<usize>>>) {
+pub(super) async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mutex<Vec<usize>>>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
     let mut script = script.into_iter().collect::<Vec<_>>().into_iter();
@@ -143,7 +144,8 @@ async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mu
                 let is_abandoned = matches!(next, Does::Abandon(_));
                 let frame = match next {
                     // HEADERS of a whole response with the status 200.
-                    Does::Answer => [&[0, 0, 1, HEADERS, 5][..], &stream, &[0x88]].concat(),
+                    Does::Answer => head_frames(&[0x88], true, stream),
+                    Does::Head(block, is_end) => head_frames(&block, is_end, stream),
                     // RST_STREAM with REFUSED_STREAM.
                     Does::Refuse => [&[0, 0, 4, 3, 0][..], &stream, &[0, 0, 0, 7]].concat(),
                     // GOAWAY with NO_ERROR, of stream 0.
@@ -164,6 +166,19 @@ async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mu
         }
     });
     (client(&address, Protocol::Http2), requests)
+}
+
+/// The frames of a block of headers: the client takes frames of up to 16 KiB.
+fn head_frames(block: &[u8], is_end: bool, stream: [u8; 4]) -> Vec<u8> {
+    let parts: Vec<_> = block.chunks(16 << 10).collect();
+    let frame = |(number, part): (usize, &&[u8])| {
+        // HEADERS, then CONTINUATION. The flags say that the response or its head ends.
+        let kind = if number == 0 { HEADERS } else { 9 };
+        let flags = u8::from(is_end && number == 0) | if number + 1 == parts.len() { 4 } else { 0 };
+        let [_, _, _, _, _, _, high, low] = part.len().to_be_bytes();
+        [&[0, high, low, kind, flags][..], &stream, part].concat()
+    };
+    parts.iter().enumerate().flat_map(frame).collect()
 }
 
 #[tokio::test]

@@ -1,0 +1,55 @@
+//! Which program has a port: another Blockyard says so, and whether it is shutting down.
+
+use crate::config::Listen;
+use http::{StatusCode, Uri};
+use std::fmt;
+use std::time::Duration;
+use upstream::ask::{self, AnswerLimits, ServerAnswer};
+use upstream::relay::client::{Client, Settings};
+
+/// Limits of an answer of the program. Blockyard's answers have 20 to 300 bytes.
+const LIMITS: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_secs(2) };
+
+/// A Blockyard that has a port.
+pub(crate) struct RunningBlockyard {
+    /// Unless it takes a key to read.
+    version: Option<String>,
+    pub(crate) is_shutting_down: bool,
+}
+
+impl fmt::Display for RunningBlockyard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (before, after) = if self.is_shutting_down { ("a", " that is shutting down") } else { ("a running", "") };
+        match &self.version {
+            Some(version) => write!(f, "{before} Blockyard {version}{after}"),
+            None => write!(f, "{before} Blockyard{after}"),
+        }
+    }
+}
+
+/// The Blockyard that answers at an address.
+pub(super) async fn blockyard_at(at: &Listen) -> Option<RunningBlockyard> {
+    let host = match at.host.as_str() {
+        "0.0.0.0" => "127.0.0.1".to_owned(),
+        "::" => "[::1]".to_owned(),
+        host if host.contains(':') => format!("[{host}]"),
+        host => host.to_owned(),
+    };
+    let address: Uri = format!("http://{host}:{}", at.port).parse().ok()?;
+    let client = Client::new(&address, &Settings::default()).ok()?;
+    let get = async |path| ask::get(&client, None, path, LIMITS).await.ok();
+    let json = |answer: &ServerAnswer| serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
+    let live = get("/live").await?;
+    // Every answer of Blockyard has the header.
+    if json(&live)?["status"] != "ok" || live.header("x-request-id").is_none() {
+        return None;
+    }
+    let version = get("/version").await?;
+    let version = match version.status {
+        StatusCode::UNAUTHORIZED => None,
+        _ => Some(json(&version)?["version"].as_str()?.to_owned()),
+    };
+    let ready = get("/ready").await.as_ref().and_then(json);
+    let is_shutting_down = ready.is_some_and(|ready| ready["error"]["code"] == "shutting_down");
+    Some(RunningBlockyard { version, is_shutting_down })
+}
