@@ -327,6 +327,8 @@ async fn endpoints_of_the_engine_alone_are_relayed() {
         ("/v1/embeddings", r#"{"model":"org/tiny","input":["x","y"]}"#),
         ("/v1/audio/transcriptions", " "),
         ("/tokenize", r#"{"prompt":"x"}"#),
+        ("/generative_scoring", r#"{"query":"x","items":["y","z"],"label_token_ids":[1]}"#),
+        ("/v2/embed", r#"{"model":"org/tiny","texts":["x"],"embedding_types":["float"]}"#),
         ("/v1/something/new", ""),
         ("/v1/files/file-AbC123/content", ""),
         ("/v1/files/", ""),
