@@ -1,4 +1,5 @@
-//! Errors of requests, and the only place that maps them to HTTP statuses and OpenAI's error object.
+//! Errors of requests, and the only place that maps them to HTTP statuses and to the error objects of OpenAI and
+//! Anthropic.
 
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
@@ -204,7 +205,27 @@ pub(crate) enum Error {
     Relayed(Arc<ErrorResponse>),
 }
 
-/// Fields of the log line for an error. An error response has this among its extensions.
+/// The form of error objects and of the events that have them, as the clients of an endpoint expect it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ErrorForm {
+    /// `{"error": {…}}`, and an event without a name.
+    OpenAi,
+    /// `{"type": "error", "error": {…}}`, and an event with the name `error`. Anthropic's clients pass over events
+    /// without a name, so a stream that broke off would look complete to them.
+    Anthropic,
+}
+
+impl ErrorForm {
+    /// The form for requests to this path.
+    pub(crate) fn of(path: &str) -> Self {
+        match path.strip_prefix("/v1/messages") {
+            Some(rest) if rest.is_empty() || rest.starts_with('/') => Self::Anthropic,
+            _ => Self::OpenAi,
+        }
+    }
+}
+
+/// Fields of the log line for an error.
 #[derive(Clone, Debug)]
 pub(crate) struct LoggedError {
     pub(crate) code: Option<&'static str>,
@@ -224,9 +245,11 @@ impl From<&Error> for LoggedError {
     }
 }
 
-/// The body of an error, as OpenAI writes it.
+/// The body of an error, as OpenAI writes it, and Anthropic with the `type` beside it.
 #[derive(Serialize)]
 pub(crate) struct Body<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    r#type: Option<&'static str>,
     error: Detail<'a>,
 }
 
@@ -383,7 +406,44 @@ impl Error {
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        Body { error: Detail { message: self.to_string(), r#type, param, code } }
+        Body { r#type: None, error: Detail { message: self.to_string(), r#type, param, code } }
+    }
+
+    /// The error object as JSON.
+    fn object(&self, form: ErrorForm) -> String {
+        let mut body = self.body();
+        if form == ErrorForm::Anthropic {
+            (body.r#type, body.error.r#type) = (Some("error"), anthropic_type(self.status()));
+        }
+        serde_json::to_string(&body).expect("an error object has string keys")
+    }
+
+    /// The error as an event of a stream.
+    pub(crate) fn event(&self, form: ErrorForm) -> String {
+        let name = if form == ErrorForm::Anthropic { "event: error\n" } else { "" };
+        format!("{name}data: {}\n\n", self.object(form))
+    }
+
+    /// Writes the error object of a response to this error in another form. A server's error stays as it is.
+    pub(crate) fn write(&self, response: &mut Response, form: ErrorForm) {
+        if form != ErrorForm::OpenAi && !matches!(self, Self::Relayed(_)) {
+            *response.body_mut() = self.object(form).into();
+        }
+    }
+}
+
+/// The `type` that Anthropic's errors with this status have.
+fn anthropic_type(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
+        StatusCode::NOT_FOUND => "not_found_error",
+        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+        StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+        status if status.is_server_error() => "api_error",
+        _ => "invalid_request_error",
     }
 }
 
@@ -431,7 +491,8 @@ impl IntoResponse for Error {
         if matches!(self, Self::NoKey | Self::SeveralKeys | Self::WrongKey) {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        response.extensions_mut().insert(LoggedError::from(&self));
+        // For the log, and for the form that clients of the endpoint expect.
+        response.extensions_mut().insert(self);
         response
     }
 }

@@ -1,5 +1,6 @@
-//! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, `model` is a served model, and the
-//! settings say how many values `tenant` has.
+//! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, the settings say how many values
+//! `tenant` has, and `model` is a model that is served or expected back. The series of other models are removed,
+//! because adapters may come and go under new names for as long as the process runs.
 
 mod exposition;
 mod of_model;
@@ -17,8 +18,9 @@ use prometheus::{
     core::{Collector, Desc},
     proto,
 };
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, OnceLock, Weak};
+use worker::engine::Engine;
 
 /// Buckets in seconds, from one token of a small model to a prompt that fills the context of a large one.
 const SECONDS: [f64; 17] =
@@ -94,6 +96,8 @@ pub(crate) struct Metrics {
     pub(crate) tenants: Option<TenantMetrics>,
     /// The metrics of each model that had a request.
     models: Arc<RwLock<HashMap<Arc<str>, Arc<ModelMetrics>>>>,
+    /// Says which models are served.
+    engine: Arc<OnceLock<Weak<dyn Engine>>>,
 }
 
 impl Metrics {
@@ -165,6 +169,7 @@ impl Metrics {
             )?,
             tenants: (max_tenants > 0).then(|| TenantMetrics::new(max_tenants)).transpose()?,
             models: Arc::default(),
+            engine: Arc::default(),
         };
         registry.register(Box::new(metrics.clone()))?;
         if let Some(tenants) = &metrics.tenants {
@@ -182,8 +187,50 @@ impl Metrics {
         if let Some(known) = self.models.read().get(model) {
             return Arc::clone(known);
         }
+        // Also without scrapes the number of models is bounded.
+        self.remove_former_models();
         let mut models = self.models.write();
         Arc::clone(models.entry(Arc::clone(model)).or_insert_with(|| Arc::new(ModelMetrics::new(self, model))))
+    }
+
+    /// Removes the metrics of models that this engine neither serves nor expects back from now on.
+    pub(crate) fn follow_models(&self, engine: &Arc<dyn Engine>) {
+        // Set once: a process has one engine.
+        let _ = self.engine.set(Arc::downgrade(engine));
+    }
+
+    /// Removes the series of models that are not served, nor expected back, and have no request any more.
+    fn remove_former_models(&self) {
+        let Some(engine) = self.engine.get().and_then(Weak::upgrade) else { return };
+        let cards = engine.models();
+        let served: HashSet<&str> = cards.iter().map(|card| card.id.as_str()).collect();
+        let mut former = HashSet::new();
+        // The lock is held to the end: a model that returns meanwhile gets series that are not removed.
+        let mut models = self.models.write();
+        models.retain(|name, metrics| {
+            let has_requests = Arc::strong_count(metrics) > 1;
+            let is_kept = has_requests || served.contains(&**name) || engine.absence(name).is_some();
+            if !is_kept {
+                former.insert(Arc::clone(name));
+            }
+            is_kept
+        });
+        let histograms =
+            [&self.first_token, &self.inter_token, &self.duration, &self.prompt_length, &self.output_length];
+        let counters = [&self.prompt_tokens, &self.cached_tokens, &self.generated_tokens];
+        for name in &former {
+            // A series that no request has used does not exist.
+            for family in histograms {
+                let _ = family.remove_label_values(&[name]);
+            }
+            for family in counters {
+                let _ = family.remove_label_values(&[name]);
+            }
+        }
+        if !former.is_empty() {
+            of_model::remove_series(&self.relayed_prompts, &former);
+            of_model::remove_series(&self.finished, &former);
+        }
     }
 
     fn all(&self) -> [&dyn Collector; 16] {
@@ -214,6 +261,7 @@ impl Collector for Metrics {
     }
 
     fn collect(&self) -> Vec<proto::MetricFamily> {
+        self.remove_former_models();
         self.all().into_iter().flat_map(Collector::collect).collect()
     }
 }
@@ -264,6 +312,13 @@ impl TokenizerMetrics {
         registry.register(Box::new(metrics.local_tokenizer_used.clone()))?;
         registry.register(Box::new(metrics.requests.clone()))?;
         Ok(metrics)
+    }
+
+    /// Removes the series of a model whose last server has left.
+    pub(crate) fn remove_model(&self, model: &str) {
+        let former = HashSet::from([Arc::from(model)]);
+        of_model::remove_series(&self.local_tokenizer_used, &former);
+        of_model::remove_series(&self.requests, &former);
     }
 }
 

@@ -104,6 +104,7 @@ impl Drop for RegisteredTokenizer {
         Arc::make_mut(known).servers.retain(|server| !Arc::ptr_eq(server, &self.server));
         if known.servers.is_empty() {
             models.remove(&self.identity);
+            self.tokenizers.metrics.remove_model(&self.model);
         } else {
             self.tokenizers.update(&mut models, &self.identity);
         }

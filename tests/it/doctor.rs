@@ -7,11 +7,14 @@ use super::upstreams::{MESSAGES, publish, sglang, sglang_payload, tokenizer_fold
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
 use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
+use http::header::DATE;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::net::TcpListener;
 use std::num::NonZero;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::io::AsyncWriteExt;
 use upstream::kv_events::fake::FakePublisher;
 use upstream::relay::fake::{FakeEngine, Recorded, Script};
@@ -80,6 +83,24 @@ fn closed_port() -> u16 {
 
 fn uri(text: &str) -> Uri {
     text.parse().unwrap()
+}
+
+#[tokio::test]
+async fn a_date_that_was_stale_once_is_no_wrong_clock() {
+    let vllm = Vllm::start().await;
+    let stale_until = |last: usize| {
+        let asked = Arc::new(AtomicUsize::new(0));
+        move |_: &Recorded| {
+            let answer = Script::json(200, &json!({ "version": "0.32.0" }));
+            let is_stale = asked.fetch_add(1, Ordering::SeqCst) <= last;
+            if is_stale { answer.header(DATE, "Sat, 01 Jan 2000 00:00:00 GMT") } else { answer }
+        }
+    };
+    vllm.server.set_answers("/version", stale_until(1));
+    let found = checks(vllm.upstream()).await;
+    assert!(found.iter().any(|check| check.check == "clock" && check.status == Status::Ok), "{found:#?}");
+    vllm.server.set_answers("/version", stale_until(usize::MAX));
+    expect(&checks(vllm.upstream()).await, "clock", Status::Warning, "NTP");
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use crate::params::{Fields, Raw, scheduling};
 use crate::state::AppState;
 use axum::http::HeaderMap;
 use std::sync::Arc;
-use worker::engine::ModelCard;
+use worker::engine::{Conversation, ModelCard};
 
 /// Fields by which servers use an adapter in place of the model: SGLang's, and those of others.
 const ADAPTERS: [&str; 4] = ["lora_path", "lora_id", "lora", "adapter_id"];
@@ -71,6 +71,19 @@ pub(super) fn model(state: &AppState, context: &RequestContext, id: &str) -> Res
         }
         other => other,
     })
+}
+
+/// The model of a request that names none, which vLLM takes for one for its own model: the only relayed one, without
+/// counting its adapters and aliases. `None` if there are others, or the key may use some models only.
+pub(super) fn only_model(state: &AppState, context: &RequestContext) -> Option<Arc<ModelCard>> {
+    if context.key().is_some_and(|key| key.has_models()) {
+        return None;
+    }
+    let conversation = Conversation { request: &context.id, tenant: "", session: None, served_by: None, body: &[] };
+    let is_alias = |card: &Arc<ModelCard>| state.engine.resolve(&card.id, &conversation).is_some();
+    let cards = state.engine.models();
+    let mut own = cards.iter().filter(|card| card.parent.is_none() && !is_alias(card));
+    own.next().filter(|card| card.is_relayed && own.next().is_none()).cloned()
 }
 
 /// The tenant: that of the key, else the one that a trusted proxy names; empty if there is none.

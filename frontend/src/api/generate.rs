@@ -135,8 +135,10 @@ pub(crate) async fn handle<E: Endpoint>(
     let permit = state.work.acquire(bytes.len(), memory).await;
     let unparsed = bytes.clone();
     let mut fields = permit.scan(move || Fields::parse(&unparsed)).await?;
-    let id = caller::named_model(&context, &mut fields)?.ok_or_else(|| fields.missing("model"))?;
-    let card = caller::model(&state, &context, &id)?;
+    let card = match caller::named_model(&context, &mut fields)? {
+        Some(id) => caller::model(&state, &context, &id)?,
+        None => caller::only_model(&state, &context).ok_or_else(|| fields.missing("model"))?,
+    };
     if card.is_relayed {
         let incoming = Incoming::read(&state, &card, parts, bytes, Contents::Json(fields), permit).await?;
         return relay::respond(&state, incoming, card).await;
@@ -144,7 +146,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let model = state.models.get(&*state.engine, &card).await?;
 
     let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let envelope = Envelope { id: format!("{}{}", E::ID, context.id), created, model: id };
+    let envelope = Envelope { id: format!("{}{}", E::ID, context.id), created, model: card.id.clone() };
     let model_to_parse = model.clone();
     // When the client disconnects, this future is dropped, which cancels the parsing.
     let tenant_domain = state.domains.of(&tenant);

@@ -74,6 +74,7 @@ pub fn router_with(
     settings: Settings,
 ) -> Result<Router, OpenError> {
     let metrics = Metrics::new(&registry, settings.tenant_metrics)?;
+    metrics.follow_models(&engine);
     let domains = CacheDomains::open(&settings)?;
     let models = ModelCache::new(ModelOptions {
         parse_special_tokens: settings.parse_special_tokens,

@@ -6,7 +6,7 @@
 
 use super::request_id;
 use super::server::{ConnectionInfo, Shutdown};
-use crate::error::{CLIENT_CLOSED, Error, LoggedError};
+use crate::error::{CLIENT_CLOSED, Error, ErrorForm, LoggedError};
 use crate::keys::Key;
 use crate::metrics::{Metrics, ModelMetrics, UsedTokens};
 use axum::extract::{MatchedPath, Request};
@@ -51,6 +51,8 @@ pub(crate) struct RequestContext {
     route: Option<MatchedPath>,
     /// The beginning of a path without a route, for the log line.
     path: Option<Box<str>>,
+    /// How the client expects errors.
+    pub(crate) error_form: ErrorForm,
     /// Whether it counts as in flight.
     is_counted: bool,
     /// Whether it asks for one of the [`PROBES`].
@@ -416,6 +418,7 @@ pub(crate) async fn observe(
         arrived: Instant::now(),
         route,
         path,
+        error_form: ErrorForm::of(request.uri().path()),
         is_counted,
         is_probe,
         shutdown,
@@ -435,8 +438,9 @@ pub(crate) async fn observe(
     if let Ok(id) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, id);
     }
-    if let Some(error) = response.extensions_mut().remove::<LoggedError>() {
-        context.log_fields().error = Some(error);
+    if let Some(error) = response.extensions_mut().remove::<Error>() {
+        error.write(&mut response, context.error_form);
+        context.log_fields().error = Some(LoggedError::from(&error));
     }
     context.status.store(response.status().as_u16(), Ordering::Relaxed);
     response

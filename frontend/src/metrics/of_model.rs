@@ -2,8 +2,10 @@
 //! every request has several. One that is never used is not exported.
 
 use super::Metrics;
-use prometheus::core::{MetricVec, MetricVecBuilder};
+use prometheus::core::{Collector, MetricVec, MetricVecBuilder};
+use prometheus::proto::MetricFamily;
 use prometheus::{HistogramVec, IntCounterVec};
+use std::collections::{HashMap, HashSet};
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
@@ -70,4 +72,15 @@ impl ModelMetrics {
 
 fn labelled<F: Family + Clone>(family: &F, labels: &[Arc<str>]) -> Labelled<F> {
     Labelled { family: family.clone(), labels: labels.to_vec(), found: OnceLock::new() }
+}
+
+/// Removes the series of a family that have one of these models, whatever their other labels are.
+pub(super) fn remove_series<B: MetricVecBuilder>(family: &MetricVec<B>, models: &HashSet<Arc<str>>) {
+    for metric in family.collect().iter().flat_map(MetricFamily::get_metric) {
+        let labels: HashMap<&str, &str> = metric.get_label().iter().map(|one| (one.name(), one.value())).collect();
+        if labels.get("model").is_some_and(|model| models.contains(*model)) {
+            // It has just been listed, so an error means only that it is gone already.
+            let _ = family.remove(&labels);
+        }
+    }
 }

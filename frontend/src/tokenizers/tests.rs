@@ -93,7 +93,7 @@ fn used(tokenizers: &Tokenizers) -> [i64; 3] {
 #[tokio::test]
 async fn a_tokenizer_with_the_tokens_of_the_server_is_used() {
     for format in [ContentFormat::Text, ContentFormat::Parts] {
-        let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+        let (tokenizers, registry) = tokenizers(Some(local(PARTS)));
         let server = tokenizers.add_server(&card("m"), None, FakeServer::new(PARTS, format)).await;
         assert_eq!(used(&tokenizers), [1, 1, 1], "{format:?}");
         let found = tokenizers.of(&card("m")).unwrap().local.clone().unwrap();
@@ -104,6 +104,14 @@ async fn a_tokenizer_with_the_tokens_of_the_server_is_used() {
         assert_eq!(tokenizers.of(&alias).unwrap().id, "m");
         drop(server);
         assert!(tokenizers.of(&card("m")).is_none(), "no server has the model");
+        let exported: Vec<String> = registry
+            .gather()
+            .iter()
+            .flat_map(|family| family.get_metric().iter().flat_map(|metric| metric.get_label().to_vec()))
+            .filter(|label| label.name() == "model")
+            .map(|label| label.value().to_owned())
+            .collect();
+        assert_eq!(exported, ["adapter"; 3], "a model without a server has no series");
     }
 }
 

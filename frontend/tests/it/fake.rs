@@ -42,6 +42,8 @@ pub(crate) struct FakeEngine {
     pub(crate) card: Mutex<Arc<ModelCard>>,
     /// Further models that are listed.
     pub(crate) others: Mutex<Vec<Arc<ModelCard>>>,
+    /// A model that is expected back.
+    pub(crate) absent: Mutex<Option<String>>,
     /// Requests in order of arrival.
     pub(crate) seen: Mutex<Vec<Request>>,
     /// The number of open streams.
@@ -55,6 +57,7 @@ impl FakeEngine {
             readiness: Mutex::new(Readiness::Ready),
             card: Mutex::new(Arc::new(card())),
             others: Mutex::default(),
+            absent: Mutex::default(),
             seen: Mutex::default(),
             open: Arc::default(),
         })
@@ -132,6 +135,10 @@ impl Engine for FakeEngine {
         let mut models = self.others.lock().clone();
         models.push(self.card.lock().clone());
         models
+    }
+
+    fn absence(&self, model: &str) -> Option<String> {
+        self.absent.lock().as_ref().filter(|absent| *absent == model).map(|_| "it has just left".into())
     }
 
     fn readiness(&self) -> Readiness {

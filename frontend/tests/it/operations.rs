@@ -1,6 +1,8 @@
 //! Endpoints for operators.
 
-use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, ready, say, send};
+use crate::fake::{
+    FakeEngine, Step, TestResponse, card, chat, completion, first, last, ready, relayed_card, say, send,
+};
 use async_openai::types::models::{ListModelResponse, Model};
 use axum::Router;
 use axum::body::Body;
@@ -8,8 +10,9 @@ use axum::http::Request;
 use futures::StreamExt;
 use serde_json::json;
 use std::sync::Arc;
+use tokio::sync::Semaphore;
 use tower::ServiceExt;
-use worker::engine::{Error, FinishReason, Readiness};
+use worker::engine::{Error, FinishReason, ModelCard, Output, Readiness, RelayReport};
 
 async fn get(router: &Router, path: &str) -> TestResponse {
     send(router, Request::get(path).body(Body::empty()).unwrap()).await
@@ -188,4 +191,43 @@ async fn a_changed_model_card_is_reloaded() {
     assert!(said.starts_with("The model `org/tiny` has a chat template that does not compile: "), "{said}");
     let lengths: Vec<_> = engine.seen.lock().iter().map(|request| request.tokens.len()).collect();
     assert_eq!(lengths[1], "other".len() - 1, "`he` is one token");
+}
+
+#[tokio::test]
+async fn the_metrics_of_a_model_end_with_it() {
+    let output = [Output::Head(Box::default()), Output::Body("{}".into()), Output::End(RelayReport::default())];
+    let hangs = Step::Wait(Arc::new(Semaphore::new(0)));
+    let engine = FakeEngine::relaying(move |request| {
+        let mut steps: Vec<Step> = output.clone().into_iter().map(Step::Relay).collect();
+        if &*request.model == "running" {
+            steps.insert(1, hangs.clone());
+        }
+        Ok(steps)
+    });
+    let adapter = |id: &str| Arc::new(ModelCard { id: id.into(), parent: Some("org/tiny".into()), ..relayed_card() });
+    *engine.others.lock() = ["gone", "back-soon", "running"].map(adapter).into();
+    let router = engine.router();
+    let chat = |model| chat(json!({ "model": model, "stream": true }));
+    let running = tokio::spawn({
+        let router = router.clone();
+        async move { send(&router, chat("running")).await }
+    });
+    for model in ["gone", "back-soon", "org/tiny"] {
+        assert_eq!(send(&router, chat(model)).await.status, 200);
+    }
+    while engine.open() == 0 {
+        tokio::task::yield_now().await;
+    }
+    let series = async |model: &str| {
+        let metrics = String::from_utf8(get(&router, "/metrics").await.body).unwrap();
+        metrics.lines().filter(|line| line.contains(&format!("model=\"{model}\""))).count()
+    };
+    assert!(series("gone").await > 5);
+    engine.others.lock().clear();
+    *engine.absent.lock() = Some("back-soon".into());
+    assert_eq!(series("gone").await, 0);
+    for model in ["back-soon", "running", "org/tiny"] {
+        assert!(series(model).await > 0, "{model}");
+    }
+    running.abort();
 }

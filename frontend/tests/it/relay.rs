@@ -163,6 +163,35 @@ async fn a_stream_that_breaks_off_within_an_event_ends_with_an_event_of_its_own(
 }
 
 #[tokio::test]
+async fn clients_of_messages_get_errors_in_the_form_of_anthropic() {
+    let stream = vec![head_of("text/event-stream"), part("event: ping\ndata: {}\n\n"), broken()];
+    for path in ["/v1/messages", "/v1/messages/count_tokens"] {
+        let router = relaying(stream.clone()).router();
+        let answer = post(&router, path, r#"{"model":"org/tiny","messages":[],"stream":true}"#).await;
+        let text = String::from_utf8(answer.body).unwrap();
+        // Anthropic's clients pass over an event without the name `error`, and take the message for complete.
+        let event = text.strip_prefix("event: ping\ndata: {}\n\nevent: error\ndata: ").expect(&text);
+        let event: Value = serde_json::from_str(event.trim_end()).unwrap();
+        assert_eq!((&event["type"], &event["error"]["type"]), (&json!("error"), &json!("api_error")));
+        assert!(event["error"]["message"].as_str().unwrap().contains("the connection was reset"));
+
+        let unknown = post(&router, path, r#"{"model":"org/none","messages":[]}"#).await;
+        assert_eq!((unknown.status.as_u16(), unknown.header("content-type")), (404, "application/json"));
+        let error = unknown.json();
+        assert_eq!((&error["type"], &error["error"]["type"]), (&json!("error"), &json!("not_found_error")));
+        assert_eq!(error["error"]["code"], "model_not_found");
+    }
+    let keys = Keys::new();
+    keys.add("ann", |_| {});
+    let router = relaying(stream).router_with(keys.settings());
+    let answer = post(&router, "/v1/messages", r#"{"model":"org/tiny","messages":[]}"#).await;
+    let error = answer.json();
+    assert_eq!((&error["type"], &error["error"]["type"]), (&json!("error"), &json!("authentication_error")));
+    let answer = post(&router, "/v1/messagesx", r#"{"model":"org/tiny","messages":[]}"#).await;
+    assert_eq!((answer.status.as_u16(), answer.json().get("type")), (401, None), "OpenAI's form elsewhere");
+}
+
+#[tokio::test]
 async fn a_stream_in_which_the_server_sent_an_error_counts_as_failed() {
     let failed = Step::Relay(Output::End(RelayReport { failed: true, ..RelayReport::default() }));
     let error = part("data: {\"error\":{\"message\":\"m\"}}\n\ndata: [DONE]\n\n");
@@ -298,6 +327,8 @@ async fn endpoints_of_the_engine_alone_are_relayed() {
         ("/v1/embeddings", r#"{"model":"org/tiny","input":["x","y"]}"#),
         ("/v1/audio/transcriptions", " "),
         ("/tokenize", r#"{"prompt":"x"}"#),
+        ("/generative_scoring", r#"{"query":"x","items":["y","z"],"label_token_ids":[1]}"#),
+        ("/v2/embed", r#"{"model":"org/tiny","texts":["x"],"embedding_types":["float"]}"#),
         ("/v1/something/new", ""),
         ("/v1/files/file-AbC123/content", ""),
         ("/v1/files/", ""),

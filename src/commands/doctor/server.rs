@@ -8,7 +8,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use transport::CertificateExpiry;
 use upstream::ask::{self, AnswerLimits, AskError, ServerAnswer};
 use upstream::relay::client::Client;
@@ -26,6 +26,11 @@ const TCP_TIMEOUT: Duration = Duration::from_secs(3);
 const ANSWER: AnswerLimits = AnswerLimits { bytes: 1 << 20, time: Duration::from_secs(5) };
 /// Difference of two clocks from which on it is a warning. Expiry and `Retry-After` count in seconds.
 const MAX_SKEW: Duration = Duration::from_secs(2);
+/// Further answers whose date is read if that of the first one is behind. uvicorn, in which vLLM and SGLang run, writes
+/// a date that it renews about once a second, and some seconds late when it is busy.
+const MAX_STALE_DATES: usize = 2;
+/// Time until the next such answer.
+const STALE_DATE_PAUSE: Duration = Duration::from_secs(1);
 /// Other programs by their `owned_by`, with the path and field of their version.
 const OTHERS: [(&str, &str, &str, &str); 2] =
     [("llamacpp", "llama.cpp", "/props", "build_info"), ("library", "Ollama", "/api/version", "version")];
@@ -302,10 +307,17 @@ async fn version(
     let header = answer.and_then(|answer| answer.header("server")).map(|header| format!("Server: {header}"));
     let header = header.filter(|_| other.is_none());
     findings.ok("server", format!("{name} {}", version.or(header).unwrap_or_else(|| "of unknown version".to_owned())));
-    if let Some((answer, before)) = &asked
-        && let Some(date) = answer.date()
-    {
-        clock(date, *before, SystemTime::now(), findings);
+    let read = |(answer, before): (ServerAnswer, SystemTime)| Some(Skew::of(answer.date()?, before, SystemTime::now()));
+    if let Some(mut skew) = asked.and_then(read) {
+        for _ in 0..MAX_STALE_DATES {
+            if skew.behind <= MAX_SKEW {
+                break;
+            }
+            sleep(STALE_DATE_PAUSE).await;
+            let Some(again) = ask("/version").await.and_then(read) else { break };
+            skew = again;
+        }
+        skew.judge(findings);
     }
     kind
 }
@@ -319,18 +331,29 @@ fn text_in(answer: &ServerAnswer, field: &str) -> Option<String> {
     serde_json::from_slice::<serde_json::Value>(body).ok()?[field].as_str().map(str::to_owned)
 }
 
-/// Compares the time in an answer, in whole seconds, with the time in which it was asked and answered.
-fn clock(date: SystemTime, asked: SystemTime, answered: SystemTime, findings: &mut Findings) {
-    let last = date + Duration::from_secs(1);
-    let behind = asked.duration_since(last).unwrap_or_default();
-    let ahead = date.duration_since(answered).unwrap_or_default();
-    let skew = behind.max(ahead);
-    if skew > MAX_SKEW {
-        let way = if behind > ahead { "behind" } else { "ahead of" };
-        let detail = format!("the server's clock is {:.0} s {way} this machine's", skew.as_secs_f64());
-        findings.warning("clock", detail, "synchronise both machines with NTP: `timedatectl set-ntp true`");
-    } else {
-        findings.ok("clock", format!("within {} s of this machine's", MAX_SKEW.as_secs()));
+/// How far the clock of a server is from that of this machine. One of both is 0.
+struct Skew {
+    behind: Duration,
+    ahead: Duration,
+}
+
+impl Skew {
+    /// Compares the time in an answer, in whole seconds, with the time in which it was asked and answered.
+    fn of(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Self {
+        let last = date + Duration::from_secs(1);
+        let behind = asked.duration_since(last).unwrap_or_default();
+        Self { behind, ahead: date.duration_since(answered).unwrap_or_default() }
+    }
+
+    fn judge(&self, findings: &mut Findings) {
+        let skew = self.behind.max(self.ahead);
+        if skew > MAX_SKEW {
+            let way = if self.behind > self.ahead { "behind" } else { "ahead of" };
+            let detail = format!("the server's clock is {:.0} s {way} this machine's", skew.as_secs_f64());
+            findings.warning("clock", detail, "synchronise both machines with NTP: `timedatectl set-ntp true`");
+        } else {
+            findings.ok("clock", format!("within {} s of this machine's", MAX_SKEW.as_secs()));
+        }
     }
 }
 
@@ -357,7 +380,7 @@ mod tests {
         let at = |seconds: f64| UNIX_EPOCH + Duration::from_secs_f64(1000.0 + seconds);
         let status = |date: f64, asked: f64, answered: f64| {
             let mut findings = Findings::of("x");
-            clock(at(date), at(asked), at(answered), &mut findings);
+            Skew::of(at(date), at(asked), at(answered)).judge(&mut findings);
             let check = findings.into_checks().remove(0);
             (check.status, check.detail)
         };

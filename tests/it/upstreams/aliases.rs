@@ -35,6 +35,32 @@ async fn an_alias_is_sent_under_the_models_own_name() {
 }
 
 #[tokio::test]
+async fn a_request_that_names_no_model_is_one_for_the_only_one() {
+    let server =
+        server([Script::json(200, &json!({ "choices": [] })), Script::json(200, &json!({ "choices": [] }))]).await;
+    server.set_page(
+        "/v1/models",
+        Script::json(200, &json!({ "data": [{ "id": "org/m" }, { "id": "adapter", "parent": "org/m" }] })),
+    );
+    let other = self::server([]).await;
+    other.set_page("/v1/models", lists("org/other"));
+    let body = r#"{"messages":[{"role":"user","content":"hello"}],"model":null}"#;
+
+    let gateway = with_alias(&[&server], &[("adapter", 1)]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", body).await.status(), 200);
+    assert_eq!(gateway.post("/v1/completions", r#"{"prompt":"hello"}"#).await.status(), 200);
+    let sent = completions(&server);
+    assert_eq!(sent[0].body, body.replace("null", r#""org/m""#));
+    assert_eq!(sent[1].body, r#"{"prompt":"hello"}"#);
+
+    let gateway = with_alias(&[&server, &other], &[("org/m", 1)]).await;
+    let answer = gateway.post("/v1/chat/completions", body).await;
+    assert_eq!(answer.status(), 400, "of several models one must be named");
+    let answer: Value = answer.json().await.unwrap();
+    assert_eq!((&answer["error"]["param"], completions(&server).len()), (&json!("model"), 2));
+}
+
+#[tokio::test]
 async fn an_alias_in_a_form_is_replaced() {
     let server = server([]).await;
     let gateway = with_alias(&[&server], &[("org/m", 1)]).await;

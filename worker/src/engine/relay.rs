@@ -75,6 +75,7 @@ impl EndpointKind {
                 "/v1/messages",
                 "/v1/messages/count_tokens",
                 "/generate",
+                "/generative_scoring",
             ],
             Self::Pooling => &[
                 "/v1/embeddings",

@@ -27,8 +27,8 @@ const MAX_MEDIA_TYPE: usize = 128;
 /// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
 const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
 /// Fields with the prompt, of all endpoints.
-const PROMPT: [&str; 10] =
-    ["messages", "prompt", "input", "inputs", "input_ids", "token_ids", "query", "text_1", "text", "text_2"];
+const PROMPT: [&str; 11] =
+    ["messages", "prompt", "input", "inputs", "input_ids", "token_ids", "query", "text_1", "text", "text_2", "texts"];
 /// Those of them that may be one array of token ids.
 const TOKEN_IDS: [&str; 4] = ["prompt", "input", "input_ids", "token_ids"];
 /// Fields beside token ids with which blocks are not known by these alone: files (of vLLM in `features`), adapters, the
@@ -103,8 +103,14 @@ fn outputs(fields: &mut Fields) -> i64 {
 /// conversations are an array of arrays. Other fields with a list, such as `image_data`, belong to these prompts.
 fn prompts(fields: &Fields) -> i64 {
     /// How an array of several prompts begins, without white space.
-    const SEVERAL: [(&str, &[&[u8]]); 4] =
-        [("messages", &[b"[["]), ("text", &[b"["]), ("input_ids", &[b"[["]), ("input_embeds", &[b"[[["])];
+    const SEVERAL: [(&str, &[&[u8]]); 5] = [
+        ("messages", &[b"[["]),
+        ("text", &[b"["]),
+        ("input_ids", &[b"[["]),
+        ("input_embeds", &[b"[[["]),
+        // Of vLLM's `/generative_scoring`.
+        ("items", &[b"[\"", b"[["]),
+    ];
     let count = |name: &str, several: &[&[u8]]| {
         let Some(value) = fields.peek(name).filter(|value| !value.is_null()) else { return 0 };
         let value = value.bytes();
@@ -263,6 +269,11 @@ mod tests {
     }
 
     #[test]
+    fn the_texts_of_coheres_embeddings_count_as_a_prompt() {
+        assert_eq!(read(r#"{"model":"m","texts":["one text","and more"]}"#).tokens.len(), 6, "23 bytes of JSON");
+    }
+
+    #[test]
     fn a_file_counts_as_some_tokens_and_is_recognised() {
         let image = |pixel: &str| {
             let url = format!("data:image/png;base64,{}", pixel.repeat(10_000));
@@ -346,6 +357,9 @@ mod tests {
             (r#"{"input_embeds":[[0.5],[1.5]]}"#, 1),
             (r#"{"prompt":["a","b"],"prompt_embeds":["c","d","e"]}"#, 5),
             (r#"{"prompt_embeds":"c","prompt":null}"#, 1),
+            (r#"{"query":"q","items":["a","b","c"]}"#, 3),
+            (r#"{"query":[1],"items":[[1,2],[3]]}"#, 2),
+            (r#"{"items":[{"role":"user","content":"of a conversation"}]}"#, 1),
         ];
         for (body, expected) in choices {
             assert_eq!(read(body).choices, expected, "{body}");

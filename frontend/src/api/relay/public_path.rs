@@ -8,16 +8,18 @@ use crate::settings::RelayPath;
 use std::borrow::Cow;
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
-const WITHOUT_VERSION: [&str; 10] = [
+const WITHOUT_VERSION: [&str; 12] = [
     "/tokenize",
     "/detokenize",
     "/score",
     "/rerank",
     "/v2/rerank",
+    "/v2/embed",
     "/pooling",
     "/classify",
     "/invocations",
     "/generate",
+    "/generative_scoring",
     "/encode",
 ];
 

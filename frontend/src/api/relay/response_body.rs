@@ -193,10 +193,10 @@ impl RelayBody {
         let Some(mut relay) = self.relay.take() else { return Poll::Ready(None) };
         relay.fail(error);
         if relay.is_stream {
-            let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
+            let event = error.event(relay.context.error_form);
             // An event that has begun ends here: a client would read one that follows it as a part of it.
             let between = if relay.is_within_event { "\n\n" } else { "" };
-            return Poll::Ready(Some(Ok(Frame::data(format!("{between}data: {object}\n\n").into()))));
+            return Poll::Ready(Some(Ok(Frame::data(format!("{between}{event}").into()))));
         }
         self.cut = Some(io::Error::other(error.to_string()));
         context.waker().wake_by_ref();

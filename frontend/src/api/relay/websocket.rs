@@ -217,8 +217,9 @@ fn named_model(uri: &Uri) -> Result<Option<String>, Error> {
 
 /// The target with this model in its query.
 fn renamed(target: &PathAndQuery, model: &str) -> PathAndQuery {
+    let Some(query) = target.query() else { return target.clone() };
     let mut renamed = target.path().to_owned();
-    for (position, pair) in target.query().unwrap_or_default().split('&').enumerate() {
+    for (position, pair) in query.split('&').enumerate() {
         renamed.push(if position == 0 { '?' } else { '&' });
         if !is_model(pair.split('=').next().unwrap_or_default()) {
             renamed.push_str(pair);
@@ -367,8 +368,8 @@ mod tests {
         assert_eq!(renamed("/v1/realtime?a=1&model=chat&b"), "/v1/realtime?a=1&model=org/m%20b&b");
         assert_eq!(renamed("/v1/realtime?model=chat"), "/v1/realtime?model=org/m%20b");
         assert_eq!(renamed("/v1/realtime?mo%64el=chat&%6d%6Fdel=b"), "/v1/realtime?model=org/m%20b&model=org/m%20b");
-        for other in ["models=a", "mode=a", "%6model=a", "mo%6", "%2d=model", ""] {
-            let target = format!("/v1/realtime?{other}");
+        for other in ["?models=a", "?mode=a", "?%6model=a", "?mo%6", "?%2d=model", "?", ""] {
+            let target = format!("/v1/realtime{other}");
             let same = super::renamed(&target.parse().unwrap(), "org/m");
             assert_eq!(same.to_string(), target);
         }
