@@ -121,7 +121,7 @@ mod tests {
         let mut loads = DeviceLoads::of(devices.into_iter());
         let speeds = Speeds { prefill: Measured::of(1000.0), ..Speeds::default() };
         let load = |prompts, waiting_tokens| {
-            ServiceEstimate::of(&LoadStats { prompts, waiting_tokens, speeds, ..LoadStats::default() })
+            ServiceEstimate::of(&LoadStats { waiting_tokens, prompts, speeds, ..LoadStats::default() })
         };
         let estimates = [load(1, 500), load(9, 9000), load(0, 0), load(9, 9000), load(2, 1500)];
         loads.recount(estimates.iter());
