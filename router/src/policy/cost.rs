@@ -210,16 +210,13 @@ impl Cost {
 
     /// Counts that the `others` on the device of the worker compute prompts at the same time, each at its share of the
     /// speed.
-    ///
-    /// The part of the prompt that many requests share does not count: it is computed once for all that will come to
-    /// this worker, which `replication` counts.
-    pub(crate) fn share_device(&mut self, work: &RemainingWork, others: &OtherWorkers) {
+    pub(crate) fn share_device(&mut self, others: &OtherWorkers) {
         let OtherWorkers { queue, busy, prompts } = *others;
         // Of the others' queues, what is computed until this prompt is.
         let waits = queue.min(busy * (self.queue + self.steps_and_compute));
         // Their prompts are delayed while they are there, and by no more than this prompt.
         let delays = prompts * self.steps_and_compute.min(queue / busy.max(1.0));
-        self.shared_device = (waits + delays) * (1.0 - work.shared.max(0.0));
+        self.shared_device = waits + delays;
     }
 
     /// The request's own time to first token.
@@ -456,26 +453,22 @@ mod tests {
 
     #[test]
     fn workers_of_one_device_share_its_speed() {
-        let cost = |held, waiting, [queue, busy, prompts]: [f64; 3], shared_blocks| {
-            let held = WorkerOverlap::of([held, 0, 0, 0, 0]);
-            let work = RemainingWork::of(PROMPT, held, PRICING.prefill, shared_blocks);
-            let mut cost = Cost::aggregated(&work, &ServiceEstimate::of(&stats(waiting)), &PRICING);
-            cost.share_device(&work, &OtherWorkers { queue, busy, prompts });
+        let cost = |held, waiting, [queue, busy, prompts]: [f64; 3]| {
+            let mut cost = aggregated([held, 0, 0, 0, 0], &stats(waiting));
+            cost.share_device(&OtherWorkers { queue, busy, prompts });
             cost
         };
         let is = |cost: Cost, seconds: f64| assert!((cost.shared_device - seconds).abs() < 1e-9, "{cost:?}");
-        is(cost(50, 0, [0.0; 3], 0), 0.0);
+        is(cost(50, 0, [0.0; 3]), 0.0);
         // 500 tokens take half a second. Another worker has one prompt with 0.2 s left: each waits for the other.
-        is(cost(50, 0, [0.2, 1.0, 1.0], 0), 0.4);
+        is(cost(50, 0, [0.2, 1.0, 1.0]), 0.4);
         // With 2 s left, half a second of it is computed when this prompt is.
-        is(cost(50, 0, [2.0, 1.0, 1.0], 0), 1.0);
+        is(cost(50, 0, [2.0, 1.0, 1.0]), 1.0);
         // Behind a queue of half a second it is a whole second. The other prompt still waits for this one alone.
-        is(cost(50, 500, [2.0, 1.0, 1.0], 0), 1.5);
-        // Of the 500 tokens 300 belong to a prefix that many requests share.
-        is(cost(50, 0, [2.0, 1.0, 1.0], 80), 0.4);
+        is(cost(50, 500, [2.0, 1.0, 1.0]), 1.5);
         // A prefix whose worker has a queue is computed again on a device of its own, but not beside that queue.
-        assert!(cost(50, 600, [0.0; 3], 0).total() > cost(0, 0, [0.0; 3], 0).total());
-        assert!(cost(50, 600, [0.0; 3], 0).total() < cost(0, 0, [0.6, 1.0, 1.0], 0).total());
+        assert!(cost(50, 600, [0.0; 3]).total() > cost(0, 0, [0.0; 3]).total());
+        assert!(cost(50, 600, [0.0; 3]).total() < cost(0, 0, [0.6, 1.0, 1.0]).total());
     }
 
     #[test]

@@ -414,14 +414,14 @@ impl<'a> DecisionContext<'a> {
         let others_delay = pricing.others_delay + aggregated.full_probability;
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
-        // Where prompts are computed on workers of their own, the roles say which worker computes what.
-        if entry.role == Role::Both
+        if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
+            // The prefix is to be copied to other workers, also of the same device.
+            aggregated.replication = replication.saving(work, estimate, &aggregated);
+        } else if entry.role == Role::Both
             && let Some(others) = self.fleet.others_on_device(at)
         {
-            aggregated.share_device(work, &others);
-        }
-        if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
-            aggregated.replication = replication.saving(work, estimate, &aggregated);
+            // Where prompts are computed on workers of their own, the roles say which worker computes what.
+            aggregated.share_device(&others);
         }
         aggregated
     }
