@@ -5,7 +5,7 @@ use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{self, ErrorResponse};
@@ -411,6 +411,11 @@ impl Error {
 
     /// The error object as JSON.
     fn object(&self, form: ErrorForm) -> String {
+        if let Self::Relayed(response) = self
+            && response.replaces.is_some()
+        {
+            return in_form(response, form);
+        }
         let mut body = self.body();
         if form == ErrorForm::Anthropic {
             (body.r#type, body.error.r#type) = (Some("error"), anthropic_type(self.status()));
@@ -424,11 +429,25 @@ impl Error {
         format!("{name}data: {}\n\n", self.object(form))
     }
 
-    /// Writes the error object of a response to this error in another form. A server's error stays as it is.
+    /// Writes the error object of a response to this error in another form. A server's error stays as it is, but not
+    /// the one that the gateway has put in its place.
     pub(crate) fn write(&self, response: &mut Response, form: ErrorForm) {
-        if form != ErrorForm::OpenAi && !matches!(self, Self::Relayed(_)) {
+        let is_of_server = matches!(self, Self::Relayed(relayed) if relayed.replaces.is_none());
+        if form != ErrorForm::OpenAi && !is_of_server {
             *response.body_mut() = self.object(form).into();
         }
+    }
+}
+
+/// The error object in place of a server's answer, which has OpenAI's form.
+fn in_form(response: &ErrorResponse, form: ErrorForm) -> String {
+    let object: Option<Value> = serde_json::from_slice(&response.body).ok();
+    match (form, object) {
+        (ErrorForm::Anthropic, Some(mut object)) if object["error"].is_object() => {
+            object["error"]["type"] = anthropic_type(response.status).into();
+            json!({ "type": "error", "error": object["error"] }).to_string()
+        }
+        _ => String::from_utf8_lossy(&response.body).into_owned(),
     }
 }
 

@@ -23,11 +23,12 @@ pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<Mode
     cards
 }
 
-/// The model that a body names. For a key that may use some models only, the body must name the model so that every
-/// server reads the same name: of several fields `model` some servers read the first one, and some read `Model` too.
-/// Adapters in further fields must be models of the key.
+/// The model that a body names. An empty name is the same as none, as for vLLM. For a key that may use some models
+/// only, the body must name the model so that every server reads the same name: of several fields `model` some servers
+/// read the first one, and some read `Model` too. Adapters in further fields must be models of the key.
 pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Result<Option<String>, Error> {
-    let Some(key) = context.key().filter(|key| key.has_models()) else { return fields.text("model") };
+    let named = |text: Option<String>| text.filter(|name| !name.is_empty());
+    let Some(key) = context.key().filter(|key| key.has_models()) else { return fields.text("model").map(named) };
     if fields.is_ambiguous("model") {
         return Err(Error::ModelNotNamed);
     }
@@ -38,7 +39,7 @@ pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Resu
     if let Some(parameters) = fields.peek_object(PARAMETERS)? {
         check_adapters(key, &parameters)?;
     }
-    fields.text("model").map_err(|_| Error::ModelNotNamed)
+    fields.text("model").map(named).map_err(|_| Error::ModelNotNamed)
 }
 
 /// Checks that the adapters in the fields of an object are models of the key.

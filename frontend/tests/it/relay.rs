@@ -192,6 +192,34 @@ async fn clients_of_messages_get_errors_in_the_form_of_anthropic() {
 }
 
 #[tokio::test]
+async fn an_error_in_place_of_a_servers_answer_has_the_form_of_the_endpoint() {
+    let object = r#"{"error":{"message":"m","type":"server_error","param":null,"code":"bad_gateway"}}"#;
+    for (path, is_of_gateway, expected) in [
+        (
+            "/v1/messages",
+            true,
+            r#"{"type":"error","error":{"message":"m","type":"api_error","param":null,"code":"bad_gateway"}}"#,
+        ),
+        ("/v1/messages", false, object),
+        ("/v1/completions", true, object),
+    ] {
+        let engine = FakeEngine::new(move |_| {
+            Err(Error::Relayed(Arc::new(ErrorResponse {
+                status: StatusCode::BAD_GATEWAY,
+                headers: [("content-type".parse().unwrap(), "application/json".parse().unwrap())].into_iter().collect(),
+                body: Bytes::from_static(object.as_bytes()),
+                kind: ErrorKind::Fault,
+                replaces: is_of_gateway.then(|| "the server answered with a redirect".into()),
+            })))
+        });
+        *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
+        let answer = post(&engine.router(), path, r#"{"model":"org/tiny","prompt":"x"}"#).await;
+        assert_eq!((answer.status.as_u16(), answer.header("content-type")), (502, "application/json"));
+        assert_eq!(String::from_utf8(answer.body).unwrap(), expected, "{path}");
+    }
+}
+
+#[tokio::test]
 async fn a_stream_in_which_the_server_sent_an_error_counts_as_failed() {
     let failed = Step::Relay(Output::End(RelayReport { failed: true, ..RelayReport::default() }));
     let error = part("data: {\"error\":{\"message\":\"m\"}}\n\ndata: [DONE]\n\n");

@@ -36,8 +36,8 @@ async fn an_alias_is_sent_under_the_models_own_name() {
 
 #[tokio::test]
 async fn a_request_that_names_no_model_is_one_for_the_only_one() {
-    let server =
-        server([Script::json(200, &json!({ "choices": [] })), Script::json(200, &json!({ "choices": [] }))]).await;
+    let answer = || Script::json(200, &json!({ "choices": [] }));
+    let server = server([answer(), answer(), answer()]).await;
     server.set_page(
         "/v1/models",
         Script::json(200, &json!({ "data": [{ "id": "org/m" }, { "id": "adapter", "parent": "org/m" }] })),
@@ -52,12 +52,16 @@ async fn a_request_that_names_no_model_is_one_for_the_only_one() {
     let sent = completions(&server);
     assert_eq!(sent[0].body, body.replace("null", r#""org/m""#));
     assert_eq!(sent[1].body, r#"{"prompt":"hello"}"#);
+    let empty = r#"{"prompt":"hello","model":""}"#;
+    assert_eq!(gateway.post("/v1/completions", empty).await.status(), 200, "an empty name is none");
+    assert_eq!(completions(&server)[2].body, r#"{"prompt":"hello","model":"org/m"}"#);
 
     let gateway = with_alias(&[&server, &other], &[("org/m", 1)]).await;
     let answer = gateway.post("/v1/chat/completions", body).await;
     assert_eq!(answer.status(), 400, "of several models one must be named");
     let answer: Value = answer.json().await.unwrap();
-    assert_eq!((&answer["error"]["param"], completions(&server).len()), (&json!("model"), 2));
+    assert_eq!((&answer["error"]["param"], completions(&server).len()), (&json!("model"), 3));
+    assert_eq!(gateway.post("/v1/chat/completions", &body.replace("null", r#""""#)).await.status(), 400);
 }
 
 #[tokio::test]

@@ -123,6 +123,12 @@ async fn a_client_follows_a_redirect_of_a_server_to_itself_at_the_gateway() {
     assert_eq!(gateway.post("/v1/chat/completions/", &chat("hello", false)).await.status(), 200);
     let followed = completions(&server).pop().unwrap();
     assert_eq!((followed.uri.path(), followed.uri.query()), ("/v1/chat/completions", Some("a=b")));
+    let relative = Script::events([""; 0]).status(307).header(LOCATION, "../completions?c");
+    server.set_page("/v1/chat/completions/", relative);
+    let request = client.post(format!("{}/v1/chat/completions/", gateway.url)).body(chat("hello", false));
+    let answer = request.header(CONTENT_TYPE, "application/json").send().await.unwrap();
+    let location = answer.headers()[LOCATION].to_str().unwrap();
+    assert_eq!((answer.status().as_u16(), location), (307, "/v1/chat/completions?c"));
 }
 
 #[tokio::test]

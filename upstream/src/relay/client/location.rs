@@ -4,6 +4,7 @@
 //! which the client finds at the gateway too.
 
 use super::host;
+use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use spans::LogLimit;
 use std::time::Duration;
@@ -27,7 +28,7 @@ static LINES: LogLimit = LogLimit::new(10, Duration::from_secs(1));
 /// request.
 pub(super) fn keep_at_gateway(status: StatusCode, headers: &mut HeaderMap, engine: &str, prefix: &str, path: &str) {
     let Some(location) = headers.remove(header::LOCATION) else { return };
-    let kept = if REDIRECTS.contains(&status) { at_gateway(&location, engine, prefix) } else { None };
+    let kept = if REDIRECTS.contains(&status) { at_gateway(&location, engine, prefix, path) } else { None };
     if let Some(suppressed) = LINES.admit() {
         // A query may have what is not for the log.
         let address = String::from_utf8_lossy(location.as_bytes());
@@ -49,22 +50,62 @@ pub(super) fn keep_at_gateway(status: StatusCode, headers: &mut HeaderMap, engin
     }
 }
 
-/// The path and the query of an address of the engine, as the gateway has them.
-fn at_gateway(location: &HeaderValue, engine: &str, prefix: &str) -> Option<HeaderValue> {
+/// The path and the query of an address of the engine, as the gateway has them. `path`: that of the request, to which
+/// the address may be relative.
+fn at_gateway(location: &HeaderValue, engine: &str, prefix: &str, path: &str) -> Option<HeaderValue> {
     let text = location.to_str().ok()?;
     // Without its fragment, which is for the client alone.
     let text = text.split('#').next().unwrap_or_default();
-    let uri: Uri = text.parse().ok()?;
-    match (uri.scheme(), uri.authority()) {
-        (None, None) if text.starts_with('/') => {}
-        // An engine behind a proxy with TLS need not know of that.
-        (Some(scheme), Some(authority)) if host(scheme, authority).eq_ignore_ascii_case(engine) => {}
-        _ => return None,
+    let target: PathAndQuery = if is_relative(text) {
+        let directory = if text.starts_with('?') { path } else { &path[..=path.rfind('/')?] };
+        format!("{prefix}{directory}{text}").parse().ok()?
+    } else {
+        let uri: Uri = text.parse().ok()?;
+        match (uri.scheme(), uri.authority()) {
+            // Two slashes begin the name of another host.
+            (None, None) if text.starts_with('/') && !text.starts_with("//") => {}
+            // An engine behind a proxy with TLS need not know of that.
+            (Some(scheme), Some(authority)) if host(scheme, authority).eq_ignore_ascii_case(engine) => {}
+            _ => return None,
+        }
+        uri.into_parts().path_and_query?
+    };
+    let path = without_dots(target.path());
+    let mut kept = path.strip_prefix(prefix)?.to_owned();
+    if let Some(query) = target.query() {
+        kept.push('?');
+        kept.push_str(query);
     }
-    let kept = uri.path_and_query()?.as_str().strip_prefix(prefix)?;
-    // Two slashes begin the name of another host, and browsers read a backslash as a slash.
+    // Browsers read a backslash as a slash.
     let is_path = kept.starts_with('/') && !kept.starts_with("//") && !kept.contains('\\');
-    is_path.then(|| HeaderValue::from_str(kept).ok()).flatten()
+    is_path.then(|| HeaderValue::from_str(&kept).ok()).flatten()
+}
+
+/// Whether an address is relative to the path of the request: it has no scheme, and does not begin with a slash. An
+/// empty one is none, because it would send the client to where it was.
+fn is_relative(address: &str) -> bool {
+    let first = address.split(['/', '?']).next().unwrap_or_default();
+    !address.is_empty() && !address.starts_with('/') && !first.contains(':')
+}
+
+/// A path without the segments `.` and `..`, also encoded ones, as clients resolve it (RFC 3986, section 5.2.4). With
+/// them the gateway's path could be one that the engine's address before it does not lead to.
+fn without_dots(path: &str) -> String {
+    let mut kept = Vec::new();
+    let mut is_directory = false;
+    for segment in path.split('/').skip(1) {
+        let decoded = segment.to_ascii_lowercase().replace("%2e", ".");
+        is_directory = matches!(&*decoded, "." | "..");
+        match &*decoded {
+            "." => {}
+            ".." => drop(kept.pop()),
+            _ => kept.push(segment),
+        }
+    }
+    if is_directory {
+        kept.push("");
+    }
+    format!("/{}", kept.join("/"))
 }
 
 #[cfg(test)]
@@ -74,7 +115,7 @@ mod tests {
     #[test]
     fn a_redirect_to_the_engine_is_one_to_the_gateway() {
         let kept = |location: &str, prefix| {
-            let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix)?;
+            let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix, "/v1/a/b")?;
             Some(kept.to_str().unwrap().to_owned())
         };
         for (location, expected) in [
@@ -90,7 +131,8 @@ mod tests {
             ("http://engine:8000//elsewhere/x", None),
             ("/\\elsewhere/x", None),
             ("ftp://elsewhere/x", None),
-            ("x", None),
+            ("//elsewhere/../v1/x", None),
+            ("/v1/../..//elsewhere", None),
             ("", None),
         ] {
             assert_eq!(kept(location, "").as_deref(), expected, "{location}");
@@ -100,10 +142,37 @@ mod tests {
             ("/base/v1/x", Some("/v1/x")),
             ("/base//elsewhere", None),
             ("/based/v1/x", None),
+            ("/base/../v1/x", None),
             ("/v1/x", None),
         ] {
             assert_eq!(kept(location, "/base").as_deref(), expected, "{location}");
         }
+    }
+
+    #[test]
+    fn a_relative_redirect_is_resolved_within_the_prefix() {
+        let kept = |location: &str, prefix| {
+            let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix, "/v1/a/b")?;
+            Some(kept.to_str().unwrap().to_owned())
+        };
+        for (location, expected) in [
+            ("c", "/v1/a/c"),
+            ("c/?x=http://y/#z", "/v1/a/c/?x=http://y/"),
+            ("?x=y", "/v1/a/b?x=y"),
+            ("./c", "/v1/a/c"),
+            ("..", "/v1/"),
+            ("../c/./d", "/v1/c/d"),
+            ("%2E./c", "/v1/c"),
+        ] {
+            assert_eq!(kept(location, "").as_deref(), Some(expected), "{location}");
+            assert_eq!(kept(location, "/base").as_deref(), Some(expected), "{location}");
+        }
+        assert_eq!(kept("../../c", "").as_deref(), Some("/c"));
+        assert_eq!(kept("../../../base/c", "/base").as_deref(), Some("/c"));
+        for location in ["../../../c", "%2e%2e/.%2E/../c", "../../../based/c", "..\\c", "mailto:c", "engine:8000"] {
+            assert_eq!(kept(location, "/base"), None, "{location}");
+        }
+        assert_eq!(kept("..//../..//elsewhere/c", ""), None, "it would be read as the name of a host");
     }
 
     #[test]
