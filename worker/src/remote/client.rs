@@ -36,8 +36,8 @@ pub struct RemoteEngine {
 }
 
 /// Bytes of outputs that wait for a client that does not read: about 600 tokens. Each is a frame of its own, which
-/// takes 270 bytes of memory until it is read, so a stream takes 160 KB. A stream that is read has more than a hundred
-/// thousand tokens per second from a worker that is a millisecond away.
+/// takes 270 bytes of memory until it is read, so a stream takes 160 KB. By calculation a stream that is read has more
+/// than a hundred thousand tokens per second from a worker that is a millisecond away.
 const OUTPUT_WINDOW: u32 = 8 << 10;
 
 /// Longest text of an error that is read.

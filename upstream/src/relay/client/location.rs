@@ -112,12 +112,14 @@ fn without_dots(path: &str) -> String {
 mod tests {
     use super::*;
 
+    /// What is kept of an address in the answer to a request for `/v1/a/b`.
+    fn kept(location: &str, prefix: &str) -> Option<String> {
+        let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix, "/v1/a/b")?;
+        Some(kept.to_str().unwrap().to_owned())
+    }
+
     #[test]
     fn a_redirect_to_the_engine_is_one_to_the_gateway() {
-        let kept = |location: &str, prefix| {
-            let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix, "/v1/a/b")?;
-            Some(kept.to_str().unwrap().to_owned())
-        };
         for (location, expected) in [
             ("http://engine:8000/v1/chat/completions", Some("/v1/chat/completions")),
             ("https://ENGINE:8000/v1/x?a=b#c", Some("/v1/x?a=b")),
@@ -151,10 +153,6 @@ mod tests {
 
     #[test]
     fn a_relative_redirect_is_resolved_within_the_prefix() {
-        let kept = |location: &str, prefix| {
-            let kept = at_gateway(&HeaderValue::from_str(location).unwrap(), "engine:8000", prefix, "/v1/a/b")?;
-            Some(kept.to_str().unwrap().to_owned())
-        };
         for (location, expected) in [
             ("c", "/v1/a/c"),
             ("c/?x=http://y/#z", "/v1/a/c/?x=http://y/"),
