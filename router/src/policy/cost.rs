@@ -88,6 +88,8 @@ pub(crate) struct Cost {
     pub(crate) steps_and_compute: f64,
     /// What a further copy of a prefix that many requests share saves them; not above 0.
     pub(crate) replication: f64,
+    /// `compute` if other workers of the device wait for it, otherwise 0.
+    pub(crate) device_compute: f64,
 }
 
 impl RemainingWork {
@@ -109,6 +111,11 @@ impl RemainingWork {
             compute_all: average.map(|average| average.compute(all_tokens, 0.0)),
             slower,
         }
+    }
+
+    /// Seconds to compute the first blocks of the prompt on an average worker; `None` before prompts were measured.
+    pub(crate) fn average_compute_of(&self, blocks: u32) -> Option<f64> {
+        Some(self.compute_all? * f64::from(blocks) * self.block_tokens / self.all_tokens)
     }
 
     /// Seconds to compute the tokens on an average worker, or their number before prompts were measured.
@@ -209,14 +216,15 @@ impl Cost {
     }
 
     /// Counts that the `others` on the device of the worker compute prompts at the same time, each at its share of the
-    /// speed.
-    pub(crate) fn share_device(&mut self, others: &OtherWorkers) {
+    /// speed. `weight`: at most 1.
+    pub(crate) fn share_device(&mut self, others: &OtherWorkers, weight: f64) {
         let OtherWorkers { queue, busy, prompts } = *others;
         // Of the others' queues, what is computed until this prompt is.
         let waits = queue.min(busy * (self.queue + self.steps_and_compute));
         // Their prompts are delayed while they are there, and by no more than this prompt.
         let delays = prompts * self.steps_and_compute.min(queue / busy.max(1.0));
-        self.shared_device = waits + delays;
+        self.shared_device = weight * (waits + delays);
+        self.device_compute = weight * self.compute;
     }
 
     /// The request's own time to first token.
@@ -455,7 +463,7 @@ mod tests {
     fn workers_of_one_device_share_its_speed() {
         let cost = |held, waiting, [queue, busy, prompts]: [f64; 3]| {
             let mut cost = aggregated([held, 0, 0, 0, 0], &stats(waiting));
-            cost.share_device(&OtherWorkers { queue, busy, prompts });
+            cost.share_device(&OtherWorkers { queue, busy, prompts }, 1.0);
             cost
         };
         let is = |cost: Cost, seconds: f64| assert!((cost.shared_device - seconds).abs() < 1e-9, "{cost:?}");
@@ -469,6 +477,10 @@ mod tests {
         // A prefix whose worker has a queue is computed again on a device of its own, but not beside that queue.
         assert!(cost(50, 600, [0.0; 3]).total() > cost(0, 0, [0.0; 3]).total());
         assert!(cost(50, 600, [0.0; 3]).total() < cost(0, 0, [0.6, 1.0, 1.0]).total());
+        let mut quarter = aggregated([50, 0, 0, 0, 0], &stats(0));
+        quarter.share_device(&OtherWorkers { queue: 2.0, busy: 1.0, prompts: 1.0 }, 0.25);
+        is(quarter, 0.25);
+        assert_eq!(quarter.device_compute, 0.25 * quarter.compute);
     }
 
     #[test]

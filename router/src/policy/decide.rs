@@ -98,6 +98,9 @@ struct DecisionContext<'a> {
     remaining: &'a [RemainingWork],
     pricing: DecodePricing,
     replication: Option<Replication>,
+    /// Weight of the term for workers that share a device: less where a further copy of the prefix is worth its time,
+    /// so that it spreads over the workers of one device too.
+    device_weight: f64,
 }
 
 impl<'a> PlacementRequest<'a> {
@@ -142,9 +145,22 @@ pub(crate) fn decide<'a>(
         (prompt, from)
     };
     let prompts = pool.schemes().iter().enumerate().map(prompt_in).collect();
-    let mut context =
-        DecisionContext { tuning, entries: pool.entries(), prompts, remaining, pricing, replication: None, fleet };
-    context.replication = request.shared.map(|shared| context.replication(shared));
+    let mut context = DecisionContext {
+        tuning,
+        entries: pool.entries(),
+        prompts,
+        remaining,
+        pricing,
+        replication: None,
+        device_weight: 1.0,
+        fleet,
+    };
+    if let Some(shared) = request.shared {
+        let replication = context.replication(shared);
+        let copy_seconds = context.remaining.first().and_then(|work| work.average_compute_of(shared.blocks));
+        context.device_weight -= replication.repaid(copy_seconds);
+        context.replication = Some(replication);
+    }
 
     prefill_candidates.clear();
     if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
@@ -347,7 +363,7 @@ impl<'a> DecisionContext<'a> {
             }
             let candidate = if plain {
                 let cost = self.aggregated(at, entry, self.work(entry), snapshot);
-                candidate(at, entry, snapshot, cost.total(), cost.load())
+                candidate(at, entry, snapshot, &cost)
             } else {
                 self.scored(at, prefill)
             };
@@ -372,7 +388,7 @@ impl<'a> DecisionContext<'a> {
     fn scored(&self, at: usize, prefill: Option<&ScoredWorker<'_>>) -> Candidate {
         let row = self.row(at, prefill);
         let cost = row.cost();
-        let total = candidate(at, row.entry, &row.snapshot, cost.total(), cost.load());
+        let total = candidate(at, row.entry, &row.snapshot, &cost);
         let Policy::Composed(composition) = &self.tuning.policy else { return total };
         let features = row.features();
         Candidate { cost: composition.score(&features), passes: composition.passes(&features), ..total }
@@ -415,13 +431,13 @@ impl<'a> DecisionContext<'a> {
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
         if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
-            // The prefix is to be copied to other workers, also of the same device.
             aggregated.replication = replication.saving(work, estimate, &aggregated);
-        } else if entry.role == Role::Both
+        }
+        // Where prompts are computed on workers of their own, the roles say which worker computes what.
+        if entry.role == Role::Both
             && let Some(others) = self.fleet.others_on_device(at)
         {
-            // Where prompts are computed on workers of their own, the roles say which worker computes what.
-            aggregated.share_device(&others);
+            aggregated.share_device(&others, self.device_weight);
         }
         aggregated
     }
@@ -464,8 +480,17 @@ fn pricing(tuning: &Tuning, request: &PlacementRequest<'_>, fleet: &FleetView<'_
 
 /// The fields that the selection reads.
 #[inline]
-fn candidate(at: usize, entry: &WorkerEntry, snapshot: &WorkerSnapshot, cost: f64, load: f64) -> Candidate {
-    Candidate { entry: at as u32, nth: 0, passes: 0, worker: entry.id.0, cost, load, chosen: snapshot.chosen }
+fn candidate(at: usize, entry: &WorkerEntry, snapshot: &WorkerSnapshot, cost: &Cost) -> Candidate {
+    Candidate {
+        entry: at as u32,
+        nth: 0,
+        passes: 0,
+        worker: entry.id.0,
+        cost: cost.total(),
+        load: cost.load(),
+        device_compute: cost.device_compute,
+        chosen: snapshot.chosen,
+    }
 }
 
 impl<'a> ScoredWorker<'a> {

@@ -90,6 +90,16 @@ impl Replication {
         if self.may_copy() { self.saved_at(self.other_sequences, 0.0) } else { 0.0 }
     }
 
+    /// Share of the time to compute a further copy that later requests save, at most 1; 0 if no copy can be made.
+    /// `copy_seconds`: that time; `None` before prompts were measured.
+    pub(crate) fn repaid(&self, copy_seconds: Option<f64>) -> f64 {
+        match (self.may_copy(), copy_seconds) {
+            (false, _) => 0.0,
+            (true, None) => 1.0,
+            (true, Some(seconds)) => (self.max_saved() / seconds).min(1.0),
+        }
+    }
+
     /// Seconds that later requests save when a worker with this load has a copy.
     pub(crate) fn saved(&self, estimate: &ServiceEstimate) -> f64 {
         self.saved_at(estimate.sequences.into(), estimate.queue)
@@ -202,8 +212,19 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_repays_a_share_of_its_time() {
+        let fleet = fleet(&[1.0], 2);
+        let replication = replication(&fleet, 0.0);
+        let saved = replication.max_saved();
+        assert!(saved > 0.0);
+        let repaid = |seconds| replication.repaid(seconds);
+        assert_eq!([repaid(Some(4.0 * saved)), repaid(Some(saved / 2.0)), repaid(None)], [0.25, 1.0, 1.0]);
+    }
+
+    #[test]
     fn there_is_nothing_to_copy_without_a_holder_or_when_all_hold_it() {
         let may_copy = |holders: &[f64]| replication(&fleet(holders, 2), 1.0).may_copy();
         assert!(!may_copy(&[]) && may_copy(&[1.0]) && !may_copy(&[1.0, 1.0]));
+        assert_eq!(replication(&fleet(&[], 2), 1.0).repaid(None), 0.0);
     }
 }

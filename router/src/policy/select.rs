@@ -22,6 +22,8 @@ pub(crate) struct Candidate {
     pub(crate) cost: f64,
     /// The part of the cost in seconds that does not depend on the cache.
     pub(crate) load: f64,
+    /// Seconds of computation for which other workers of the device wait.
+    pub(crate) device_compute: f64,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
 }
@@ -97,9 +99,7 @@ pub(crate) fn select(
     let all = 0..candidates.len();
     Some(match (policy, session) {
         (Policy::Session, Some(session)) => rendezvous_hash(candidates, session),
-        (Policy::Kv | Policy::Session, _) => {
-            least(candidates, all, random, |candidate| candidate.cost, SelectionReason::LowestCost)
-        }
+        (Policy::Kv | Policy::Session, _) => least_computation(candidates, all, random),
         (Policy::LeastLoaded, _) => {
             least(candidates, all, random, |candidate| candidate.load, SelectionReason::LeastLoaded)
         }
@@ -135,6 +135,32 @@ fn least(
     let among = among.filter(|at| of(&candidates[*at]) <= limit).inspect(|_| tied += 1);
     let at = least_recently_chosen(candidates, among, random);
     (at, if tied > 1 { SelectionReason::Tie } else { reason })
+}
+
+/// The candidate with the lowest cost. Of several with about the same, those for which other workers of their device
+/// wait about the least; of these the least recently chosen.
+///
+/// To spread requests over the workers of one device gains little, and what a placement computes is certain, while the
+/// queues are estimates.
+fn least_computation(
+    candidates: &[Candidate],
+    among: impl Iterator<Item = usize> + Clone,
+    random: u64,
+) -> (usize, SelectionReason) {
+    let tied = within(candidates, among, |candidate| candidate.cost);
+    let reason = if tied.clone().nth(1).is_some() { SelectionReason::Tie } else { SelectionReason::LowestCost };
+    let at = least_recently_chosen(candidates, within(candidates, tied, |candidate| candidate.device_compute), random);
+    (at, reason)
+}
+
+/// The candidates whose value ties with the least one.
+fn within<'a>(
+    candidates: &'a [Candidate],
+    among: impl Iterator<Item = usize> + Clone + 'a,
+    of: impl Fn(&Candidate) -> f64 + Clone + 'a,
+) -> impl Iterator<Item = usize> + Clone + 'a {
+    let limit = tie_limit(lowest(among.clone().map(|at| of(&candidates[at]))));
+    among.filter(move |at| of(&candidates[*at]) <= limit)
 }
 
 /// The highest cost that ties with the lowest one.
@@ -225,7 +251,7 @@ mod tests {
     use crate::hash::hash_str;
 
     fn at(cost: f64, load: f64) -> Candidate {
-        Candidate { entry: 0, nth: 0, passes: 0, worker: 0, cost, load, chosen: 0 }
+        Candidate { entry: 0, nth: 0, passes: 0, worker: 0, cost, load, device_compute: 0.0, chosen: 0 }
     }
 
     fn context(random: u64) -> SelectionContext {
@@ -248,6 +274,18 @@ mod tests {
     fn a_tiny_overlap_does_not_pin() {
         // One worker holds block 0 of a prompt that takes 100 ms; no worker holds more.
         assert_eq!(spread(&Policy::Kv, vec![at(0.098, 0.0), at(0.1, 0.0), at(0.1, 0.0)], 30), [10, 10, 10]);
+    }
+
+    #[test]
+    fn of_about_equal_workers_of_a_device_the_one_that_computes_least_is_chosen() {
+        let computes = |device_compute, cost| Candidate { device_compute, ..at(cost, 0.0) };
+        // Their costs are ties. The second one computes 50 ms less, the third one as much as it within 2 ms.
+        let tied = [computes(0.08, 0.5), computes(0.03, 0.51), computes(0.0315, 0.515)];
+        assert_eq!(spread(&Policy::Kv, tied.to_vec(), 30), [0, 15, 15]);
+        assert_eq!(select(&Policy::Kv, &tied, context(7)).map(|(_, reason)| reason), Some(SelectionReason::Tie));
+        // A cost that is lower by more than a tie decides.
+        let lower = [computes(0.08, 0.45), computes(0.03, 0.5)];
+        assert_eq!(select(&Policy::Kv, &lower, context(7)), Some((0, SelectionReason::LowestCost)));
     }
 
     #[test]

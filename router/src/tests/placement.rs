@@ -80,6 +80,34 @@ async fn a_prefix_is_not_computed_again_beside_the_queue_on_the_same_device() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_prefix_that_is_worth_copies_spreads_over_the_workers_of_a_device() {
+    let harness = defaults();
+    let (a, b) = (harness.worker_on_device(1, 1).await, harness.worker_on_device(2, 1).await);
+    let hot = prompt(1, 1600);
+    harness.announce(&a, stored(Level::G1, &names(&hot)), true);
+    settle().await;
+    let shared = |decision: &serde_json::Value| {
+        let candidates = decision["candidates"].as_array().unwrap();
+        candidates.iter().find_map(|candidate| candidate["terms_s"]["shared_device"].as_f64())
+    };
+    let report = |running| {
+        harness.report(&a, Load { running, waiting_tokens: 2000, ..Load::default() });
+        harness.report(&b, Load::default());
+    };
+    report(1);
+    settle().await;
+    let decision = harness.explain(hot.clone()).await;
+    assert!(shared(&decision).is_some(), "one request: {decision}");
+    for _ in 0..2 {
+        harness.answer(hot.clone()).await.unwrap();
+    }
+    report(4);
+    settle().await;
+    let decision = harness.explain(hot).await;
+    assert_eq!((shared(&decision), &decision["chosen"]), (None, &"w2".into()), "{decision}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn blocks_have_the_size_of_the_model_card() {
     let harness = defaults();
     for (id, block_size) in [(1, 1), (2, 128)] {

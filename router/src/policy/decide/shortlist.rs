@@ -101,7 +101,7 @@ impl DecisionContext<'_> {
         let score = |nth: usize, at: u32| {
             let (entry, snapshot) = (&self.entries[at as usize], &self.fleet.snapshots()[at as usize]);
             let cost = self.aggregated(at as usize, entry, self.work(entry), snapshot);
-            Candidate { nth: nth as u32, ..candidate(at as usize, entry, snapshot, cost.total(), cost.load()) }
+            Candidate { nth: nth as u32, ..candidate(at as usize, entry, snapshot, &cost) }
         };
         score_lowest(bounds, score, into).then_some(bounds.len())
     }

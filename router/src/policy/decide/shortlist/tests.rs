@@ -29,7 +29,7 @@ proptest! {
         let score = |nth: usize, entry: u32| {
             let (cost, _, chosen, kind) = candidates[nth];
             let cost = if kind == 0 { f64::NAN } else { cost };
-            Candidate { entry, nth: nth as u32, passes: 0, worker: 0, cost, load: 0.0, chosen }
+            Candidate { entry, nth: nth as u32, passes: 0, worker: 0, cost, load: 0.0, device_compute: 0.0, chosen }
         };
         let bound = |(entry, (cost, below, _, kind)): (u32, &(f64, f64, u64, u8))| {
             (if *kind == 1 { f64::NEG_INFINITY } else { cost - below }, entry)
