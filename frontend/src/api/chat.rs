@@ -5,20 +5,16 @@ mod messages;
 mod tools;
 
 use super::generate::{CompletedChoice, Endpoint, Envelope, FullResponse, Parsed, check_fits_context, check_not_empty};
-use super::prompt_logprobs;
+use super::logprobs::{ChatLogprobs, PromptLogprobs};
 use super::sse::{ChunkHead, ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
 use crate::model::{Conversation, EncodeJob, ServedModel, Vocabulary};
-use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs};
+use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason};
 use crate::params::{EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
-use async_openai::types::chat::{
-    ChatChoice, ChatChoiceLogprobs, ChatCompletionResponseMessage, ChatCompletionTokenLogprob, CompletionUsage,
-    FinishReason as ChatFinishReason, Role, TopLogprobs,
-};
+use async_openai::types::chat::{CompletionUsage, FinishReason as ChatFinishReason, Role};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use serde_json::Value;
 use std::sync::Arc;
 
 /// Writes chat responses.
@@ -79,24 +75,19 @@ impl Endpoint for Chat {
 
     fn full_response(self, choices: Vec<CompletedChoice>, usage: CompletionUsage) -> Response {
         let prompt = self.prompt.as_deref().unwrap_or_default();
+        let vocabulary = &*self.vocabulary;
         let scores = choices.first().map_or(&[][..], |first| &first.prompt_logprobs);
         let prompt_logprobs =
-            self.prompt_logprobs.map(|top| prompt_logprobs::by_id(&self.vocabulary, prompt, scores, top));
-        let choice = |(index, choice): (usize, CompletedChoice)| ResponseChoice {
-            choice: ChatChoice {
-                index: index as u32,
-                message: ChatCompletionResponseMessage {
-                    content: Some(choice.text),
-                    role: Role::Assistant,
-                    ..Default::default()
-                },
-                finish_reason: choice.finish.map(finish_reason),
-                logprobs: self.logprobs.then(|| chat_logprobs(&self.vocabulary, &choice.logprobs)),
-            },
-            stop_reason: choice.stop_reason,
-            token_ids: self.token_ids.then_some(choice.ids),
-        };
-        let choices: Vec<_> = choices.into_iter().enumerate().map(choice).collect();
+            self.prompt_logprobs.map(|top| PromptLogprobs { vocabulary, tokens: prompt, scores, top });
+        let choices = choices.iter().enumerate().map(|(index, choice)| ResponseChoice {
+            index,
+            message: Message { content: &choice.text, role: Role::Assistant },
+            finish_reason: choice.finish.map(finish_reason),
+            logprobs: self.logprobs.then(|| ChatLogprobs { vocabulary, tokens: &choice.logprobs }),
+            stop_reason: choice.stop_reason.clone(),
+            token_ids: self.token_ids.then_some(&*choice.ids),
+        });
+        let choices: Vec<_> = choices.collect();
         Json(ChatResponse {
             response: self.envelope.full_response("chat.completion", choices, usage),
             prompt_logprobs,
@@ -110,20 +101,31 @@ impl Endpoint for Chat {
 #[derive(Serialize)]
 struct ChatResponse<'a> {
     #[serde(flatten)]
-    response: FullResponse<'a, ResponseChoice>,
+    response: FullResponse<'a, ResponseChoice<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_logprobs: Option<Value>,
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
 }
 
+/// OpenAI's choice, with vLLM's additional fields.
 #[derive(Serialize)]
-struct ResponseChoice {
-    #[serde(flatten)]
-    choice: ChatChoice,
+struct ResponseChoice<'a> {
+    index: usize,
+    message: Message<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finish_reason: Option<ChatFinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<ChatLogprobs<'a>>,
     stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    token_ids: Option<Vec<u32>>,
+    token_ids: Option<&'a [u32]>,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    content: &'a str,
+    role: Role,
 }
 
 /// A choice in a chunk of a stream. It borrows its content.
@@ -131,7 +133,7 @@ struct ResponseChoice {
 struct ChunkChoice<'a> {
     index: usize,
     delta: Delta<'a>,
-    logprobs: Option<ChatChoiceLogprobs>,
+    logprobs: Option<ChatLogprobs<'a>>,
     finish_reason: Option<ChatFinishReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     stop_reason: Option<StopReason>,
@@ -167,7 +169,7 @@ impl ChunkWriter for Chat {
         if !delta.text.is_empty() || !delta.logprobs.is_empty() || delta.finish.is_some() || has_ids {
             let choice = ChunkChoice {
                 delta: Delta { role: None, content: (!delta.text.is_empty()).then_some(&delta.text) },
-                logprobs: self.logprobs.then(|| chat_logprobs(&self.vocabulary, &delta.logprobs)),
+                logprobs: self.logprobs.then(|| ChatLogprobs { vocabulary: &self.vocabulary, tokens: &delta.logprobs }),
                 finish_reason: delta.finish.map(finish_reason),
                 stop_reason: delta.stop_reason.clone(),
                 token_ids: self.token_ids.then_some(&delta.ids),
@@ -190,20 +192,6 @@ fn finish_reason(reason: FinishReason) -> ChatFinishReason {
         FinishReason::Stop => ChatFinishReason::Stop,
         FinishReason::Length => ChatFinishReason::Length,
     }
-}
-
-fn chat_logprobs(vocabulary: &Vocabulary, logprobs: &[TokenLogprobs]) -> ChatChoiceLogprobs {
-    let text = |token| String::from_utf8_lossy(vocabulary.bytes(token)).into_owned();
-    let bytes = |token| Some(vocabulary.bytes(token).to_vec());
-    let alternative =
-        |(token, logprob): &(u32, f32)| TopLogprobs { token: text(*token), logprob: *logprob, bytes: bytes(*token) };
-    let content = logprobs.iter().map(|of| ChatCompletionTokenLogprob {
-        token: text(of.token),
-        logprob: of.logprob,
-        bytes: bytes(of.token),
-        top_logprobs: of.top.iter().map(alternative).collect(),
-    });
-    ChatChoiceLogprobs { content: Some(content.collect()), refusal: None }
 }
 
 fn logprobs(fields: &mut Fields) -> Result<Option<u8>, Error> {

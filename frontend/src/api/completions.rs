@@ -3,20 +3,18 @@
 mod prompts;
 
 use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
-use super::prompt_logprobs;
+use super::logprobs::{PromptLogprobs, TextLogprobs};
 use super::sse::{ChunkHead, ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
 use crate::model::{EncodeJob, ServedModel, Vocabulary};
-use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs, decimal, finite};
+use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs};
 use crate::params::{CHOICES_MAX, EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
-use async_openai::types::chat::{Choice as TextChoice, CompletionFinishReason, CompletionUsage, Logprobs};
+use async_openai::types::chat::{CompletionFinishReason, CompletionUsage};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use serde_json::{Map, Value};
-use std::fmt::Write;
 use std::sync::Arc;
-use worker::engine::Logprobs as Scores;
+use worker::engine::Logprobs;
 
 /// OpenAI's default of `max_tokens` for completions.
 const DEFAULT_MAX_TOKENS: i64 = 16;
@@ -47,7 +45,7 @@ struct Prompt {
     /// Its text, if `echo` is set.
     echo: Option<String>,
     /// Log-probabilities of its tokens from the second on. They arrive with the first choice of the prompt.
-    scores: Vec<Scores>,
+    scores: Vec<Logprobs>,
 }
 
 impl Endpoint for Completion {
@@ -108,24 +106,20 @@ impl Endpoint for Completion {
         for (prompt, first) in self.prompts.iter_mut().zip(choices.iter_mut().step_by(self.n)) {
             prompt.scores = std::mem::take(&mut first.prompt_logprobs);
         }
-        let choice = |(index, choice): (usize, CompletedChoice)| {
+        let choices = choices.iter().enumerate().map(|(index, choice)| {
             let prompt = &self.prompts[index / self.n];
-            let logprobs = self.logprobs(index, true, choice.logprobs.into_iter().chain(choice.end_logprobs));
-            let by_id = |top| prompt_logprobs::by_id(&self.vocabulary, &prompt.tokens, &prompt.scores, top);
             ResponseChoice {
-                choice: TextChoice {
-                    index: index as u32,
-                    text: prompt.echo.clone().unwrap_or_default() + &choice.text,
-                    logprobs,
-                    finish_reason: choice.finish.map(finish_reason),
-                },
-                stop_reason: choice.stop_reason,
-                prompt_logprobs: self.prompt_logprobs.map(by_id),
+                index,
+                text: prompt.echo.clone().unwrap_or_default() + &choice.text,
+                logprobs: self.logprobs(index, true, &choice.logprobs, choice.end_logprobs.as_ref()),
+                finish_reason: choice.finish.map(finish_reason),
+                stop_reason: choice.stop_reason.clone(),
+                prompt_logprobs: self.prompt_logprobs.map(|top| self.prompt_logprobs(prompt, top)),
                 prompt_token_ids: self.token_ids.then_some(&*prompt.tokens),
-                token_ids: self.token_ids.then_some(choice.ids),
+                token_ids: self.token_ids.then_some(&*choice.ids),
             }
-        };
-        let choices: Vec<_> = choices.into_iter().enumerate().map(choice).collect();
+        });
+        let choices: Vec<_> = choices.collect();
         Json(self.envelope.full_response(OBJECT, choices, usage)).into_response()
     }
 }
@@ -133,15 +127,19 @@ impl Endpoint for Completion {
 /// OpenAI's choice, with vLLM's additional fields.
 #[derive(Serialize)]
 struct ResponseChoice<'a> {
-    #[serde(flatten)]
-    choice: TextChoice,
+    text: String,
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<TextLogprobs<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finish_reason: Option<CompletionFinishReason>,
     stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_logprobs: Option<Value>,
+    prompt_logprobs: Option<PromptLogprobs<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    token_ids: Option<Vec<u32>>,
+    token_ids: Option<&'a [u32]>,
 }
 
 const OBJECT: &str = "text_completion";
@@ -151,7 +149,7 @@ const OBJECT: &str = "text_completion";
 struct ChunkChoice<'a> {
     index: usize,
     text: &'a str,
-    logprobs: Option<Logprobs>,
+    logprobs: Option<TextLogprobs<'a>>,
     finish_reason: Option<CompletionFinishReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     stop_reason: Option<StopReason>,
@@ -163,21 +161,26 @@ struct ChunkChoice<'a> {
 
 impl Completion {
     /// Log-probabilities of a choice's tokens if requested, preceded by those of an echoed prompt if `first`.
-    fn logprobs(&self, choice: usize, first: bool, of: impl Iterator<Item = TokenLogprobs>) -> Option<Logprobs> {
+    fn logprobs<'a>(
+        &'a self,
+        choice: usize,
+        first: bool,
+        tokens: &'a [TokenLogprobs],
+        end: Option<&'a TokenLogprobs>,
+    ) -> Option<TextLogprobs<'a>> {
         let top = self.logprobs?;
         let prompt = &self.prompts[choice / self.n];
-        let mut all = match &prompt.echo {
-            Some(_) if first => prompt_logprobs(&self.vocabulary, &prompt.tokens, &prompt.scores, top),
-            _ => Logprobs { tokens: vec![], token_logprobs: vec![], top_logprobs: vec![], text_offset: vec![] },
-        };
-        let before = prompt.echo.as_ref().map_or(0, |echo| echo.chars().count());
-        for of in of {
-            all.tokens.push(label(&self.vocabulary, of.token));
-            all.token_logprobs.push(Some(of.logprob));
-            all.top_logprobs.push(top_logprobs(&self.vocabulary, of.token, of.logprob, &of.top));
-            all.text_offset.push((before + of.position.chars) as u32);
-        }
-        Some(all)
+        Some(TextLogprobs {
+            vocabulary: &self.vocabulary,
+            prompt: prompt.echo.as_ref().filter(|_| first).map(|_| self.prompt_logprobs(prompt, top)),
+            chars_before: prompt.echo.as_ref().map_or(0, |echo| echo.chars().count()),
+            tokens,
+            end,
+        })
+    }
+
+    fn prompt_logprobs<'a>(&'a self, prompt: &'a Prompt, top: u8) -> PromptLogprobs<'a> {
+        PromptLogprobs { vocabulary: &self.vocabulary, tokens: &prompt.tokens, scores: &prompt.scores, top }
     }
 }
 
@@ -198,7 +201,7 @@ impl ChunkWriter for Completion {
         let choice = ChunkChoice {
             index: delta.choice,
             text: &text,
-            logprobs: self.logprobs(delta.choice, first, delta.logprobs.into_iter().chain(delta.end_logprobs)),
+            logprobs: self.logprobs(delta.choice, first, &delta.logprobs, delta.end_logprobs.as_ref()),
             finish_reason: delta.finish.map(finish_reason),
             stop_reason: delta.stop_reason,
             prompt_token_ids: (self.token_ids && first).then_some(&*prompt.tokens),
@@ -219,53 +222,6 @@ fn finish_reason(reason: FinishReason) -> CompletionFinishReason {
         FinishReason::Stop => CompletionFinishReason::Stop,
         FinishReason::Length => CompletionFinishReason::Length,
     }
-}
-
-/// Log-probabilities of a prompt's tokens. The first token has none.
-fn prompt_logprobs(vocabulary: &Vocabulary, tokens: &[u32], scores: &[Scores], top: u8) -> Logprobs {
-    let mut all = Logprobs {
-        tokens: tokens.iter().map(|token| label(vocabulary, *token)).collect(),
-        token_logprobs: vec![None],
-        top_logprobs: vec![Value::Null],
-        text_offset: Vec::with_capacity(tokens.len()),
-    };
-    for (token, score) in tokens[1..].iter().zip(scores) {
-        let logprob = finite(score.chosen);
-        let most_likely: Vec<_> =
-            score.top.iter().take(top.into()).map(|(token, logprob)| (*token, finite(*logprob))).collect();
-        all.token_logprobs.push(Some(logprob));
-        all.top_logprobs.push(top_logprobs(vocabulary, *token, logprob, &most_likely));
-    }
-    let mut chars = 0;
-    for token in tokens {
-        all.text_offset.push(chars);
-        // Each byte that is not a UTF-8 continuation byte begins a character.
-        let bytes = vocabulary.bytes(*token).iter().filter(|byte| (**byte & 0xC0) != 0x80).count();
-        chars += if vocabulary.is_special(*token) { 0 } else { bytes as u32 };
-    }
-    all
-}
-
-/// The most likely tokens at a position, by their text, and the token that is there.
-fn top_logprobs(vocabulary: &Vocabulary, token: u32, logprob: f32, top: &[(u32, f32)]) -> Value {
-    let all = top.iter().copied().chain([(token, logprob)]);
-    let by_name: Map<String, Value> =
-        all.map(|(token, logprob)| (label(vocabulary, token), decimal(logprob).into())).collect();
-    by_name.into()
-}
-
-/// A token's text. For a token that is a part of a character: its bytes, as OpenAI writes them, so that labels differ.
-fn label(vocabulary: &Vocabulary, token: u32) -> String {
-    let bytes = vocabulary.bytes(token);
-    std::str::from_utf8(bytes).map_or_else(
-        |_| {
-            bytes.iter().fold("bytes:".to_owned(), |mut label, byte| {
-                write!(label, "\\x{byte:02x}").expect("writing to a string does not fail");
-                label
-            })
-        },
-        str::to_owned,
-    )
 }
 
 /// The text of a prompt, without special tokens.
