@@ -2,6 +2,7 @@
 
 use blockyard::config::{Config, Purpose, Sources, Upstream, defaults};
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::ffi::OsStrExt;
 
 const PAGE: &str = include_str!("../../docs/configuration.md");
 
@@ -113,6 +114,16 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let error = String::from_utf8(error.expect("it runs").stderr).unwrap();
     let expected = format!("data_dir = \"{data}\": {data}/g3 is not a folder, and that of the G3 log has this name");
     assert!(error.contains(&expected), "{error}");
+}
+
+#[test]
+fn a_variable_that_is_not_utf_8_is_refused() {
+    let keys = std::ffi::OsStr::from_bytes(b"/keys\xff.toml");
+    let mut serve = crate::process::program(&["--print-config"]);
+    let output = serve.env("BLOCKYARD_FRONTEND__API_KEYS_FILE", keys).output().expect("it runs");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("environment BLOCKYARD_FRONTEND__API_KEYS_FILE: name and value must be UTF-8"), "{error}");
 }
 
 /// The keys of a section of the page.
