@@ -65,6 +65,10 @@ fn values_that_cannot_work_together_are_refused() {
         ("frontend.allowed_hosts=[\"kv.example.com:8000\"]", "without scheme, port and path"),
         ("frontend.relay_paths=[\"infill\"]", "expected a path like \"/infill\""),
         ("frontend.relay_paths=[\"/metrics\"]", "because the gateway answers /metrics itself"),
+        ("nats.servers=[\"\"]", "expected nats://HOST:PORT"),
+        ("nats.servers=[\"nats://\"]", "expected nats://HOST:PORT"),
+        ("cluster.advertise=http://0.0.0.0:8100", "all addresses of a machine"),
+        ("cluster.advertise=http://[::]:8100", "all addresses of a machine"),
     ];
     for (assignment, wanted) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
