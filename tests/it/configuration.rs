@@ -79,7 +79,11 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let quota = "tiers.quotas=[{tenant=\"a\", g1_guaranteed=\"1TiB\"}]";
     let keys = format!("tiers.encryption={{keys={{file=\"{file}\"}}}}");
     let secret = format!("frontend.tenant_secret_file={file}");
-    let cases: [(&[&str], &str); 13] = [
+    let folders = format!("tiers.g3_paths=[{{path=\"{data}/a\"}}, {{path=\"{data}/a/\"}}]");
+    let cases: [(&[&str], &str); 16] = [
+        (&["--set", &folders], "twice"),
+        (&["--set", "tiers.g3_5={path=\"\", capacity=\"1GiB\"}"], "tiers.g3_5.path = \"\": expected the path"),
+        (&["--set", "router.trace_file="], "router.trace_file"),
         (&["--set", "frontend.api_keys_file=no/such/file"], "blockyard key add --file"),
         (&["--set", "frontend.tls_cert_file=no/such/file"], "set both, or none"),
         (&["--model", "no/such/folder"], "no/such/folder"),
@@ -108,6 +112,9 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
     assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both errors are reported: {error}");
+    let error = crate::process::program(&["--data-dir", "", "--model", "tiny", "--print-config"]).output();
+    let error = String::from_utf8(error.expect("it runs").stderr).unwrap();
+    assert!(error.contains("data_dir = \"\": expected the path of a folder"), "{error}");
     std::fs::create_dir(data).unwrap();
     std::fs::write(format!("{data}/g3"), "").unwrap();
     let error = crate::process::program(&["--data-dir", data, "--model", "tiny", "--print-config"]).output();
