@@ -8,6 +8,8 @@
 //! them.
 
 #![forbid(unsafe_code)]
+// It panics if standard error has no reader or is a full disk; `commands::output` does not.
+#![deny(clippy::print_stderr)]
 
 pub mod admin;
 pub mod commands;

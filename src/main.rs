@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", with_causes(&error));
+            output::note(format_args!("error: {}", with_causes(&error)));
             ExitCode::FAILURE
         }
     }

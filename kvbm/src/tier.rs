@@ -13,18 +13,18 @@ mod delegate;
 mod drr;
 mod fault_injection;
 mod index;
+mod io_health;
 mod quota;
 mod write_claims;
-mod write_health;
 
 pub(crate) use delegate::delegate;
 pub(crate) use drr::{DrrQueue, FairSemaphore, Permit};
 pub use fault_injection::{Faults, Faulty};
 pub(crate) use index::{Index, IndexEntry};
+pub(crate) use io_health::{Change, IoHealth};
 pub(crate) use quota::{Bounds, TierQuotas, victim_group};
 pub use quota::{Quota, Quotas};
 pub(crate) use write_claims::{WriteClaim, WriteClaims};
-pub(crate) use write_health::{Change, WriteHealth};
 
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use futures::future::BoxFuture;

@@ -125,7 +125,10 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
         if !io.compression
             && let Err(error) = tiers::clear(&config).await
         {
-            eprintln!("cannot remove the objects of this measurement from the shared store: {}", with_causes(&error));
+            output::note(format_args!(
+                "cannot remove the objects of this measurement from the shared store: {}",
+                with_causes(&error)
+            ));
         }
         report
     })?;

@@ -323,7 +323,8 @@ fn progress(of: &str) -> impl Fn(u64, u64) {
     let is_terminal = io::stderr().is_terminal();
     move |done, total| {
         if is_terminal && (done.is_multiple_of(64) || done == total) {
-            eprint!("\r{done} of {total} {of} read{}", if done == total { "\n" } else { "" });
+            let end = if done == total { "\n" } else { "" };
+            output::progress(format_args!("\r{done} of {total} {of} read{end}"));
         }
     }
 }

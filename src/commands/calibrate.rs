@@ -67,10 +67,12 @@ pub fn run(args: &Calibrate) -> anyhow::Result<()> {
         base.name,
         from_base.join(", ")
     );
-    eprintln!("{}", profile.origin);
+    output::note(&profile.origin);
     if disaggregated > 0 {
         let were = if disaggregated == 1 { "was" } else { "were" };
-        eprintln!("{disaggregated} of them {were} prefilled and decoded by different workers and {were} not used.");
+        output::note(format_args!(
+            "{disaggregated} of them {were} prefilled and decoded by different workers and {were} not used."
+        ));
     }
     let text = if args.json {
         let profile = &profile;

@@ -109,8 +109,8 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                     file.path.display()
                 )
             })?;
-            eprintln!("This is the only time that the key of {name:?} is shown. Clients send it as");
-            eprintln!("  Authorization: Bearer KEY");
+            output::note(format_args!("This is the only time that the key of {name:?} is shown. Clients send it as"));
+            output::note(format_args!("  Authorization: Bearer KEY"));
         }
         Command::List { file, json } => return list(&KeyFile::read(&file.path)?.keys, *json),
         Command::Remove { name, file } => {
@@ -127,7 +127,7 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                 let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
                 Err(format!("no key {name:?}; it has {known}"))
             })?;
-            eprintln!("Removed {name:?}. Servers that use the file refuse it within a second.");
+            output::note(format_args!("Removed {name:?}. Servers that use the file refuse it within a second."));
         }
     }
     Ok(())

@@ -1,5 +1,6 @@
-//! The result of a command on standard output.
+//! The result of a command on standard output, and its notes on standard error.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 
 use anyhow::Context;
@@ -10,6 +11,18 @@ pub fn print(text: &str) -> anyhow::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("standard output"),
         _ => Ok(()),
     }
+}
+
+/// Writes a line to standard error: progress, or an error.
+pub fn note(line: impl Display) {
+    progress(format_args!("{line}\n"));
+}
+
+/// Writes to standard error, without a line break. A command goes on without a reader, and on a full disk: `eprint!`
+/// would panic.
+pub fn progress(text: impl Display) {
+    // One write, so that lines of several threads are not mixed.
+    let _ = io::stderr().write_all(text.to_string().as_bytes());
 }
 
 /// A number of things: `1 key`, `2 keys`.

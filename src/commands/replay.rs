@@ -191,7 +191,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         File::options().append(true).create(true).open(path).with_context(|| format!("--html {}", path.display()))?;
     }
     if let Some(rate) = traffic.recorded_rate() {
-        eprintln!("{rate:.2} requests/s as recorded");
+        output::note(format_args!("{rate:.2} requests/s as recorded"));
     }
     let capacity = args.rate.is_empty().then(|| measured_capacity(&traffic, &options)).transpose()?;
     let rates: Vec<f64> = match capacity {
@@ -288,13 +288,16 @@ fn options(args: &Replay, settings: Settings) -> anyhow::Result<Options> {
 fn measured_capacity(traffic: &Traffic, options: &Options) -> anyhow::Result<f64> {
     let progress = |rate, replay::Service { ttft_p99_s: p99, itl_p50_s }| {
         if p99.is_finite() {
-            eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
+            output::note(format_args!(
+                "  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms",
+                itl_p50_s * 1e3
+            ));
         } else {
-            eprintln!("  {rate:8.2}/s: more than 1 % of the requests were rejected");
+            output::note(format_args!("  {rate:8.2}/s: more than 1 % of the requests were rejected"));
         }
     };
     let found = replay::capacity(traffic, options, progress)?;
-    eprintln!("capacity of {}: {found:.2} requests/s", count(options.workers.len() as u64, "worker"));
+    output::note(format_args!("capacity of {}: {found:.2} requests/s", count(options.workers.len() as u64, "worker")));
     Ok(found)
 }
 
@@ -350,15 +353,15 @@ fn run_all(
     let started = Instant::now();
     let results = runs.replay(|Results { policy, rate_rps, ttft_mean_s, .. }| {
         if ttft_mean_s.is_nan() {
-            eprintln!("  {policy:<16} {rate_rps:8.2}/s: no request was served to its last token");
+            output::note(format_args!("  {policy:<16} {rate_rps:8.2}/s: no request was served to its last token"));
         } else {
-            eprintln!("  {policy:<16} {rate_rps:8.2}/s: mean first token {ttft_mean_s:.3} s");
+            output::note(format_args!("  {policy:<16} {rate_rps:8.2}/s: mean first token {ttft_mean_s:.3} s"));
         }
     })?;
     let simulated: f64 = results.iter().map(|results| results.makespan_s * args.runs as f64).sum();
     let (runs, took) = (results.len() as u64 * args.runs, started.elapsed().as_secs_f64());
     let (runs, threads) = (count(runs, "run"), count(threads.get() as u64, "thread"));
-    eprintln!("{runs}: {simulated:.0} s simulated in {took:.2} s on {threads}");
+    output::note(format_args!("{runs}: {simulated:.0} s simulated in {took:.2} s on {threads}"));
     Ok(results)
 }
 

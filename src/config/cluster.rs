@@ -149,7 +149,11 @@ impl Nats {
         if let Some((key, problem)) = self.settings().problem() {
             problems.push(Problem::new(format!("nats.{key}"), problem));
         }
-        let is_nats = |url: &str| !url.contains("://") || url.starts_with("nats://") || url.starts_with("tls://");
+        // Without a scheme it is `nats://`. A variable that a script does not set gives an empty text.
+        let is_nats = |url: &str| match url.split_once("://") {
+            None => !url.is_empty(),
+            Some((scheme, host)) => matches!(scheme, "nats" | "tls") && !host.is_empty(),
+        };
         for nth in (0..self.servers.len()).filter(|nth| !is_nats(&self.servers[*nth])) {
             let problem = "expected nats://HOST:PORT or tls://HOST:PORT";
             problems.push(Problem::new(format!("nats.servers.{nth}"), problem));
@@ -188,6 +192,10 @@ impl Cluster {
         let mut problems = Vec::new();
         if self.advertise.as_ref().is_some_and(|url| !is_worker_url(url)) {
             let problem = "expected http://HOST:PORT or https://HOST:PORT, as frontends reach this process";
+            problems.push(Problem::new("cluster.advertise", problem));
+        } else if self.advertise.as_deref().and_then(host_of).is_some_and(|host| is_unspecified(&host)) {
+            let problem = "it stands for all addresses of a machine, so a frontend would connect to its own; \
+                           expected the name or the address of this machine";
             problems.push(Problem::new("cluster.advertise", problem));
         }
         let ClusterTls { cert_file, key_file, client_ca_file, .. } = &self.tls;
@@ -273,6 +281,12 @@ impl Config {
         }
         problems
     }
+}
+
+/// The host of a URL, an address of IPv6 without its brackets.
+fn host_of(url: &str) -> Option<String> {
+    let host = url.parse::<http::Uri>().ok()?.host()?.to_owned();
+    Some(host.trim_matches(['[', ']']).to_owned())
 }
 
 /// Whether a host stands for all addresses of the machine.

@@ -9,6 +9,7 @@ use frontend::ApiKey;
 use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
 use router::Problem;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -42,18 +43,36 @@ pub struct Flag {
 impl Sources {
     /// The environment of this process, a file and flags. Only this function reads the environment.
     pub fn of_process(file: Option<PathBuf>, flags: Vec<Flag>) -> Self {
-        let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
-            let name = name.into_string().ok()?;
-            // A key that is no text must be refused, not ignored: the server would ask for none.
-            let value =
-                if name == API_KEY { value.to_string_lossy().into_owned() } else { value.into_string().ok()? };
-            Some((name, value))
+        let text = |(name, value): (OsString, OsString)| {
+            let is_text = name.to_str().is_some() && value.to_str().is_some();
+            let [name, value] = [name, value].map(|text| text.to_string_lossy().into_owned());
+            // `load` refuses a variable of the configuration that is no text. If it was ignored, a server whose file of
+            // API keys it names would ask for no key.
+            (is_text || name.starts_with(PREFIX)).then_some((name, value))
         };
         Self { file, environment: std::env::vars_os().filter_map(text).collect(), flags }
     }
 
     fn variable(&self, name: &str) -> Option<&str> {
         self.environment.iter().find(|(is, value)| is == name && !value.is_empty()).map(|(_, value)| value.as_str())
+    }
+
+    /// The keys that the environment and the flags set, weakest first: origin, key and value.
+    fn keys(&self, errors: &mut Vec<Error>) -> Vec<(String, String, Value)> {
+        let mut keys = Vec::new();
+        for (name, value) in &self.environment {
+            let is_key = |key: &&str| name != API_KEY && !is_kubernetes_variable(key);
+            let Some(key) = name.strip_prefix(PREFIX).filter(is_key) else { continue };
+            let origin = format!("environment {name}");
+            if [name, value].iter().any(|text| text.contains(char::REPLACEMENT_CHARACTER)) {
+                errors.push(Error::Check(format!("{origin}: name and value must be UTF-8")));
+            } else {
+                keys.push((origin, key.to_lowercase().replace("__", "."), parse_value(value)));
+            }
+        }
+        let flags = self.flags.iter().map(|Flag { name, key, value, .. }| (name.clone(), key.clone(), value.clone()));
+        keys.extend(flags);
+        keys
     }
 
     /// `$XDG_CACHE_HOME`, or `~/.cache`. The XDG specification says to ignore a relative path.
@@ -137,15 +156,14 @@ impl Config {
         let otel = Tracing::keys_of_environment(|name| sources.variable(name));
         let otel = otel.map(|(name, key, value)| Layer::one(&format!("environment {name}"), key, value.into()));
         let mut layers: Vec<Layer> = otel.chain(file.iter().map(Layer::file)).collect();
-        for (name, value) in &sources.environment {
-            let is_other = name == API_KEY || name.strip_prefix(PREFIX).is_some_and(is_kubernetes_variable);
-            if let Some(key) = name.strip_prefix(PREFIX).filter(|_| !is_other) {
-                let key = key.to_lowercase().replace("__", ".");
-                layers.push(Layer::one(&format!("environment {name}"), &key, parse_value(value)));
+        for (origin, key, value) in sources.keys(&mut errors) {
+            if key.split('.').any(str::is_empty) {
+                let meant = suggest::without_empty_parts(&key).map(|known| format!("did you mean `{known}`?"));
+                errors.push(Error::UnknownKey { origin, key, meant });
+            } else {
+                layers.push(Layer::one(&origin, &key, value));
             }
         }
-        let flags = sources.flags.iter().map(|Flag { name, key, value, .. }| Layer::one(name, key, value.clone()));
-        layers.extend(flags);
         let (mut config, merged) = extract(&defaults, layers, file, &mut errors)?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             errors.push(Error::NoCache);
@@ -298,6 +316,7 @@ impl Layer {
         Self::of(&file.name(), Value::serialize(&file.table).expect("a table of TOML is plain"))
     }
 
+    /// A layer with one key, which has no empty part: figment would end the key there, and set another one or none.
     fn one(origin: &str, key: &str, value: Value) -> Self {
         Self::of(origin, figment::util::nest(key, value))
     }

@@ -48,6 +48,13 @@ pub(super) fn with_underscores(name: &str) -> Option<String> {
     defaults().into_iter().map(|(known, _)| known).find(|known| known.replace('.', "_") == name)
 }
 
+/// The known key that results from a key without its empty parts.
+pub(super) fn without_empty_parts(key: &str) -> Option<String> {
+    let parts: Vec<&str> = key.split('.').filter(|part| !part.is_empty()).collect();
+    let key = parts.join(".");
+    defaults().into_iter().map(|(known, _)| known).find(|known| *known == key)
+}
+
 /// The most similar known key or section: one with the same last word, else one within a few letters.
 fn nearest(key: &str, last: &str) -> Option<String> {
     let leaves = defaults().into_iter().map(|(key, _)| key);

@@ -84,9 +84,9 @@ impl Health {
         let disk = self.disk.get().and_then(Weak::upgrade);
         let paths = disk.iter().flat_map(|disk| disk.paths()).filter_map(problem_of_path);
         let shared = self.shared.get().into_iter().flatten().filter_map(Weak::upgrade);
-        let shared = shared.filter_map(|tier| {
-            let problem = problem_of_store(tier.is_available(), tier.write_failure())?;
-            Some(format!("tiers.{}: {problem}", tier.level().name()))
+        let shared = shared.flat_map(|tier| {
+            let problems = problems_of_store(tier.is_available(), tier.read_failure(), tier.write_failure());
+            problems.into_iter().map(move |problem| format!("tiers.{}: {problem}", tier.level().name()))
         });
         let nats = self.nats.get().and_then(Weak::upgrade);
         let nats = nats.iter().flat_map(|nats| nats.problem().into_iter().chain(nats.lease_problems()));
@@ -129,14 +129,18 @@ fn problem_of_path(PathState { folder, failure, write_failure, limited_to, .. }:
     }
 }
 
-/// The same of a store.
-fn problem_of_store(is_available: bool, write_failure: Option<String>) -> Option<String> {
-    match write_failure {
-        _ if !is_available => Some("the store does not answer".to_owned()),
-        Some(why) => Some(format!("cannot write to the store: {why}; {STILL_READ}")),
-        None => None,
+/// The same of a store, and of one that refused the last read of blocks.
+fn problems_of_store(is_available: bool, read_failure: Option<String>, write_failure: Option<String>) -> Vec<String> {
+    if !is_available {
+        return vec!["the store does not answer".to_owned()];
     }
+    let reads = read_failure.map(|why| format!("cannot read blocks: {why}; {COMPUTED}"));
+    let writes = write_failure.map(|why| format!("cannot write to the store: {why}; {STILL_READ}"));
+    reads.into_iter().chain(writes).collect()
 }
+
+/// What happens while reads are refused, and when the report of it ends.
+const COMPUTED: &str = "they are computed, and the next load of blocks is a new attempt";
 
 /// What works while writes fail, and when the report of it ends.
 const STILL_READ: &str = "its blocks are still read, and the next offloaded block is a new attempt";
@@ -208,9 +212,11 @@ mod tests {
         let full = path(None, Some("No space left on device (os error 28)")).unwrap();
         assert!(full.starts_with("tiers.g3: cannot write to /kv: No space left on device"), "{full}");
         assert_eq!(path(Some("gone"), Some("full")).unwrap(), "tiers.g3: /kv is down: gone");
-        assert_eq!(problem_of_store(true, None), None);
-        let denied = problem_of_store(true, Some("access denied".into())).unwrap();
-        assert!(denied.starts_with("cannot write to the store: access denied"), "{denied}");
-        assert_eq!(problem_of_store(false, Some("timeout".into())).unwrap(), "the store does not answer");
+        let why = |text: &str| Some(text.to_owned());
+        assert!(problems_of_store(true, None, None).is_empty());
+        let denied = problems_of_store(true, why("denied"), why("no access"));
+        assert!(denied[0].starts_with("cannot read blocks: denied"), "{denied:?}");
+        assert!(denied[1].starts_with("cannot write to the store: no access"), "{denied:?}");
+        assert_eq!(problems_of_store(false, why("denied"), why("timeout")), ["the store does not answer"]);
     }
 }

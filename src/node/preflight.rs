@@ -170,8 +170,11 @@ fn address(key: &str, at: &Listen) -> Result<(), Reason> {
         })
 }
 
-/// A folder may be missing, but the path must not be a file or below one.
+/// A folder may be missing, but the path must not be empty, and not a file or below one.
 fn folder(key: &str, path: &Path, fix: &str) -> Result<(), Reason> {
+    if path.as_os_str().is_empty() {
+        return Err(Reason::new(anyhow!("{key} = \"\": expected the path of a folder"), fix));
+    }
     let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
     match there {
         Some(file) => {
@@ -209,11 +212,13 @@ fn trace_file(config: &Config) -> Result<(), Reason> {
         let error = anyhow!("router.trace_file = \"{}\": expected a file, and this is a named pipe", path.display());
         return Err(Reason::new(error, "name another file: --set router.trace_file=FILE"));
     }
-    if !path.is_dir() && parent.is_dir() {
+    if !path.as_os_str().is_empty() && !path.is_dir() && parent.is_dir() {
         return Ok(());
     }
     let fix = if path.is_dir() {
         format!("name a file in that folder: --set router.trace_file={}/trace.jsonl", path.display())
+    } else if parent.is_dir() {
+        "name a file: --set router.trace_file=FILE".to_owned()
     } else {
         format!("create the folder {}, or name another file: --set router.trace_file=FILE", parent.display())
     };

@@ -327,6 +327,9 @@ impl LogRefused {
 /// Checks the sizes of the G3 logs before any of them is opened: also that each takes blocks of `block` bytes.
 pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> Result<(), LogRefused> {
     let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
+    if let Some(folder) = folders.iter().find(|folder| is_listed_twice(folder, &folders)) {
+        return Err(listed_twice(folder));
+    }
     disks.iter().try_for_each(|disk| {
         let folder = disk.folder.display();
         let elsewhere = "use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: \
@@ -357,10 +360,7 @@ fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> LogRefused {
         )
     };
     match error {
-        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => LogRefused::new(
-            format!("tiers.g3_paths lists the folder {} twice", folder.display()),
-            "remove one of the two entries from tiers.g3_paths",
-        ),
+        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => listed_twice(folder),
         disk::OpenError::Owned { .. } => LogRefused::new(
             error.to_string(),
             "use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: --set tiers.g3=off",
@@ -385,6 +385,13 @@ fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> LogRefused {
             ),
         ),
     }
+}
+
+fn listed_twice(folder: &Path) -> LogRefused {
+    LogRefused::new(
+        format!("tiers.g3_paths lists the folder {} twice", folder.display()),
+        "remove one of the two entries from tiers.g3_paths",
+    )
 }
 
 /// Whether several of `folders` are this one, under whatever names.

@@ -1,4 +1,4 @@
-//! Commands whose standard output is closed by its reader, as `blockyard … | head` does.
+//! Commands whose standard output, or standard error, is closed by its reader, as `blockyard … | head` does.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -48,4 +48,25 @@ fn a_key_that_could_not_be_shown_is_an_error() {
     let (status, stderr) = run(&["key", "add", "ci", "--file", file.to_str().unwrap()], home.path());
     assert_eq!(status, Some(1), "{stderr}");
     assert!(stderr.contains("blockyard key remove ci --file") && !stderr.contains("panicked"), "{stderr}");
+}
+
+#[test]
+fn a_command_goes_on_without_a_reader_of_standard_error() {
+    let home = tempfile::tempdir().unwrap();
+    let keys = home.path().join("keys.toml");
+    let keys = keys.to_str().unwrap();
+    let commands: [(&[&str], i32); 4] = [
+        (&["key", "add", "ci", "--file", keys], 0),
+        (&["key", "remove", "ci", "--file", keys], 0),
+        (&["replay", "--workload", "chat", "--requests", "20", "--rate", "1", "--policy", "random"], 0),
+        (&["serve", "--listen", "nowhere"], 1),
+    ];
+    for (arguments, status) in commands {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        command.args(arguments).env_clear().env("HOME", home.path()).stderr(Stdio::from(writer));
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}");
+    }
 }

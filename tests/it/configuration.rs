@@ -2,6 +2,7 @@
 
 use blockyard::config::{Config, Purpose, Sources, Upstream, defaults};
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::ffi::OsStrExt;
 
 const PAGE: &str = include_str!("../../docs/configuration.md");
 
@@ -78,7 +79,11 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let quota = "tiers.quotas=[{tenant=\"a\", g1_guaranteed=\"1TiB\"}]";
     let keys = format!("tiers.encryption={{keys={{file=\"{file}\"}}}}");
     let secret = format!("frontend.tenant_secret_file={file}");
-    let cases: [(&[&str], &str); 13] = [
+    let folders = format!("tiers.g3_paths=[{{path=\"{data}/a\"}}, {{path=\"{data}/a/\"}}]");
+    let cases: [(&[&str], &str); 16] = [
+        (&["--set", &folders], "twice"),
+        (&["--set", "tiers.g3_5={path=\"\", capacity=\"1GiB\"}"], "tiers.g3_5.path = \"\": expected the path"),
+        (&["--set", "router.trace_file="], "router.trace_file"),
         (&["--set", "frontend.api_keys_file=no/such/file"], "blockyard key add --file"),
         (&["--set", "frontend.tls_cert_file=no/such/file"], "set both, or none"),
         (&["--model", "no/such/folder"], "no/such/folder"),
@@ -107,12 +112,25 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
     assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both errors are reported: {error}");
+    let error = crate::process::program(&["--data-dir", "", "--model", "tiny", "--print-config"]).output();
+    let error = String::from_utf8(error.expect("it runs").stderr).unwrap();
+    assert!(error.contains("data_dir = \"\": expected the path of a folder"), "{error}");
     std::fs::create_dir(data).unwrap();
     std::fs::write(format!("{data}/g3"), "").unwrap();
     let error = crate::process::program(&["--data-dir", data, "--model", "tiny", "--print-config"]).output();
     let error = String::from_utf8(error.expect("it runs").stderr).unwrap();
     let expected = format!("data_dir = \"{data}\": {data}/g3 is not a folder, and that of the G3 log has this name");
     assert!(error.contains(&expected), "{error}");
+}
+
+#[test]
+fn a_variable_that_is_not_utf_8_is_refused() {
+    let keys = std::ffi::OsStr::from_bytes(b"/keys\xff.toml");
+    let mut serve = crate::process::program(&["--print-config"]);
+    let output = serve.env("BLOCKYARD_FRONTEND__API_KEYS_FILE", keys).output().expect("it runs");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("environment BLOCKYARD_FRONTEND__API_KEYS_FILE: name and value must be UTF-8"), "{error}");
 }
 
 /// The keys of a section of the page.

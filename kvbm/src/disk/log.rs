@@ -12,7 +12,7 @@ use super::segment::{self, Head, Segment};
 use super::settings::segment_of;
 use super::{OpenError, Settings};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
-use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
+use crate::tier::{Change, Index, IndexEntry, IoHealth, TierQuotas};
 use crate::transform::crypt::MetadataKeys;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeMap;
@@ -109,7 +109,7 @@ pub(super) struct Log {
     /// Consecutive failed reads.
     read_failures: AtomicU32,
     /// Whether writes fail. Logged once, until a write succeeds.
-    writes: WriteHealth,
+    writes: IoHealth,
     /// The disk has too little free space for the log to grow. Logged once.
     disk_is_full: AtomicBool,
     /// A segment was reclaimed on a full disk, and no head could be created in its space.
@@ -194,7 +194,7 @@ impl Log {
             changed: Condvar::new(),
             cooldown_until: Mutex::default(),
             read_failures: AtomicU32::new(0),
-            writes: WriteHealth::default(),
+            writes: IoHealth::default(),
             disk_is_full: AtomicBool::new(false),
             reclaim_gave_no_space: AtomicBool::new(false),
             failure: OnceLock::new(),

@@ -139,6 +139,7 @@ impl Follower {
                 (StoreHealth::Unavailable(_) | StoreHealth::Refused(_), StoreHealth::Ready) => {
                     tracing::info!(store = %self.client, prefix = %self.layout, "the store is reachable again");
                     self.client.writes.outage_ended();
+                    self.client.reads.outage_ended();
                 }
                 // Whether it is tried again depends on the caller that opened the store, which logs that.
                 (StoreHealth::Starting, StoreHealth::Unavailable(why) | StoreHealth::Refused(why)) => {

@@ -9,10 +9,11 @@
 use super::access_log::AccessLog;
 use super::catalog::{self, Catalog};
 use super::client::Client;
+use super::client::health::StoreHealth;
 use super::format::layout::ObjectId;
 use crate::block::{Block, Corrupt, Fingerprint, Header, SequenceHash};
 use crate::tier::coalesce::{self, BlockRange, ReadRun};
-use crate::tier::{FairSemaphore, LoadError, Loaded, Permit, TierQuotas};
+use crate::tier::{Change, FairSemaphore, LoadError, Loaded, Permit, TierQuotas};
 use bytes::Bytes;
 use futures::stream::{self, BoxStream, StreamExt};
 use object_store::Error;
@@ -124,8 +125,14 @@ impl Reader {
         let indices = || run.blocks.iter().map(|wanted| wanted.index);
         let misses = || indices().map(|index| (index, Ok(None))).collect();
         let Some(object) = catalog.object(number) else { return misses() };
+        let attempt = client.reads.begin();
         let bytes = match client.get_range(&object.path, run.start()..run.end()).await {
-            Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => bytes,
+            Ok(bytes) if bytes.len() as u64 == run.end() - run.start() => {
+                if client.reads.succeeded() == Change::Changed {
+                    tracing::info!(store = %client, "reading blocks from the store works again");
+                }
+                bytes
+            }
             Ok(_) => {
                 catalog.mark_missing(number);
                 return misses();
@@ -134,6 +141,14 @@ impl Reader {
                 if has_changed(client, &object, &error).await {
                     catalog.mark_missing(number);
                     return misses();
+                }
+                if let StoreHealth::Refused(reason) = StoreHealth::from(&error)
+                    && client.reads.failed(attempt, &reason) == Change::Changed
+                {
+                    tracing::warn!(
+                        store = %client, object = %object.path, reason,
+                        "the store refuses to return blocks; they are computed, and the next load is a new attempt"
+                    );
                 }
                 let error = io::Error::from(error);
                 let copy = || LoadError::Io(io::Error::new(error.kind(), error.to_string()));

@@ -243,6 +243,12 @@ impl ObjectTier {
         self.client.writes.failure()
     }
 
+    /// Why the store refused the last read of blocks, until one succeeds: it denies access to their object, for
+    /// instance, or has archived it. Such blocks are computed.
+    pub fn read_failure(&self) -> Option<String> {
+        self.client.reads.failure()
+    }
+
     /// Digest of the blocks in the catalog. Takes time proportional to their number.
     pub fn set_digest(&self) -> SetDigest {
         self.catalog.index.set_digest()

@@ -3,6 +3,7 @@
 use super::Report;
 use super::expect::Running;
 use super::tiers::median;
+use crate::commands::output;
 use crate::config::{Config, Model};
 use anyhow::{Context, anyhow, ensure};
 use bytes::Bytes;
@@ -53,7 +54,7 @@ pub(super) async fn measure(config: &Config, with_model: bool) -> anyhow::Result
     let mut text = String::new();
     let mut json = Vec::new();
     for (what, payloads) in samples {
-        eprintln!("{what}");
+        output::note(&what);
         let sample = tokio::task::spawn_blocking(move || sample(&payloads)).await?;
         text += &format!("{what}\n  {sample}\n");
         let Sample { codec, ratio, bound, encode, decode } = sample;

@@ -1,6 +1,7 @@
 //! Estimates the time to first token of a model: from the bandwidth of each tier, and by recomputing.
 
 use super::tiers::Measured;
+use crate::commands::output;
 use crate::config::{Config, Model};
 use anyhow::{Context, bail};
 use futures::StreamExt;
@@ -146,7 +147,7 @@ impl Running {
 
     /// Loads a model.
     pub(super) async fn of(config: &Config, source: ModelSource) -> anyhow::Result<Self> {
-        eprintln!("loading {}", config.model);
+        output::note(format_args!("loading {}", config.model));
         let (data_dir, threads) =
             (config.data_dir.clone(), config.threads.on(crate::process::machine::Machine::detect().threads));
         let open = move || Runtime::open(&source, &data_dir, threads, &|_, _| {});
@@ -180,7 +181,7 @@ impl Running {
 
     /// Prompt tokens per second: the median of three prompts without a common prefix.
     async fn prefill(&self, tokens: usize) -> anyhow::Result<f64> {
-        eprintln!("measuring prefill with {tokens} tokens");
+        output::note(format_args!("measuring prefill with {tokens} tokens"));
         let mut speeds = Vec::new();
         for seed in 0..3_u32 {
             let vocabulary = self.runtime.card().vocabulary as u32;

@@ -1,6 +1,7 @@
 //! Measures each configured tier, written and read as the block manager does, alternating with its raw device.
 
 use super::raw::{self, Rates};
+use crate::commands::output;
 use crate::config::{ByteSize, Config};
 use crate::node::{Transforms, access, sizes};
 use crate::process::machine;
@@ -146,7 +147,7 @@ pub(super) async fn measure(config: &Config, cases: &[Case], rounds: usize) -> a
     for (tier, at, target) in &targets {
         for case in cases {
             let (block, parallel) = (ByteSize(case.block as u64).about(), case.parallel);
-            eprintln!("{tier} {at}: blocks of {block}, {parallel} at once");
+            output::note(format_args!("{tier} {at}: blocks of {block}, {parallel} at once"));
             let measurement = Measurement {
                 config,
                 transforms: &transforms,

@@ -65,6 +65,10 @@ fn values_that_cannot_work_together_are_refused() {
         ("frontend.allowed_hosts=[\"kv.example.com:8000\"]", "without scheme, port and path"),
         ("frontend.relay_paths=[\"infill\"]", "expected a path like \"/infill\""),
         ("frontend.relay_paths=[\"/metrics\"]", "because the gateway answers /metrics itself"),
+        ("nats.servers=[\"\"]", "expected nats://HOST:PORT"),
+        ("nats.servers=[\"nats://\"]", "expected nats://HOST:PORT"),
+        ("cluster.advertise=http://0.0.0.0:8100", "all addresses of a machine"),
+        ("cluster.advertise=http://[::]:8100", "all addresses of a machine"),
     ];
     for (assignment, wanted) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
@@ -86,6 +90,30 @@ fn an_unknown_key_is_named_with_origin_and_suggestion() {
         assert_eq!(error.contains("did you mean"), meant.is_some(), "{error}");
         assert!(meant.is_none_or(|meant| error.contains(&format!("`{meant}`"))), "{error}");
     }
+}
+
+#[test]
+fn a_key_with_an_empty_part_is_unknown() {
+    for assignment in [".listen=1", "frontend..api_keys_file=a", "tiers.g2.=1GiB", ".=1", "..tiers={}"] {
+        let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
+        assert!(error.contains("unknown key"), "{assignment}: {error}");
+    }
+    let variables = [("BLOCKYARD___FRONTEND__API_KEYS_FILE", "a"), ("BLOCKYARD_FRONTEND____API_KEYS_FILE", "a")];
+    for variable in variables {
+        let error = error_of(&Sources { environment: environment(&[variable]), ..Sources::default() });
+        assert!(error.contains(&format!("(environment {})", variable.0)), "{error}");
+        assert!(error.contains("did you mean `frontend.api_keys_file`?"), "{error}");
+    }
+}
+
+#[test]
+fn a_variable_that_is_no_text_is_refused() {
+    for variable in [("BLOCKYARD_FRONTEND__API_KEYS_FILE", "keys\u{fffd}"), ("BLOCKYARD_LISTE\u{fffd}", "8000")] {
+        let error = error_of(&Sources { environment: environment(&[variable]), ..Sources::default() });
+        assert!(error.contains(&format!("environment {}: name and value must be UTF-8", variable.0)), "{error}");
+    }
+    let others = [("OTHER", "\u{fffd}"), ("BLOCKYARD_SERVICE_HOST", "\u{fffd}")];
+    assert!(load(&Sources { environment: environment(&others), ..Sources::default() }).is_ok());
 }
 
 #[test]

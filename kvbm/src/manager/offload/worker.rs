@@ -9,7 +9,7 @@ use crate::manager::shared::Core;
 use crate::metrics::Direction;
 use crate::pool::HostTier;
 use crate::table::BlockSet;
-use crate::tier::{Change, Quotas, StoreError, Tier, WriteHealth};
+use crate::tier::{Change, IoHealth, Quotas, StoreError, Tier};
 use futures::FutureExt;
 use spans::Kind;
 use std::convert::Infallible;
@@ -45,7 +45,7 @@ pub(in crate::manager) enum BatchOutcome {
 
 impl BatchOutcome {
     /// Records the outcome. A batch without a write neither begins nor ends an outage.
-    pub(in crate::manager) fn record(&self, writes: &WriteHealth) -> Change {
+    pub(in crate::manager) fn record(&self, writes: &IoHealth) -> Change {
         match self {
             Self::Unwritten => Change::Same,
             Self::Written => writes.succeeded(),
@@ -81,7 +81,7 @@ impl OffloadWorker {
     pub(super) fn to_tier(core: Arc<Core>, tier: usize) -> Self {
         let level = core.tiers[tier].level();
         Self::spawn(&core.clone(), level, async move |queue| {
-            let (writes, mut batcher) = (WriteHealth::default(), Batcher::at(level));
+            let (writes, mut batcher) = (IoHealth::default(), Batcher::at(level));
             let size = batcher.batch_blocks(&core);
             loop {
                 let batch = queue.next(size, &mut batcher).await;

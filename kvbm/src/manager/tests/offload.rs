@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::manager::offload::OffloadRequest;
-use crate::tier::{Change, Quota, WriteHealth};
+use crate::tier::{Change, IoHealth, Quota};
 
 #[tokio::test]
 async fn flush_waits_until_blocks_are_in_every_tier() {
@@ -148,7 +148,7 @@ async fn only_a_written_block_ends_an_outage_of_writes() {
     let ssd = Arc::new(Faulty::new(placed(Level::G3, 0, 0), 1, Faults::default()));
     let harness = Harness::new(16, 0, vec![ssd.clone()]);
     let _held = harness.compute(0..8);
-    let writes = WriteHealth::default();
+    let writes = IoHealth::default();
     let request = |n| OffloadRequest { hash: hash(n), domain: DomainId::SHARED };
     let store = async |range: std::ops::Range<usize>| {
         let outcome = harness.manager.0.core.store_in(0, range.map(request).collect()).await;

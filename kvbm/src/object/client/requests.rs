@@ -4,7 +4,7 @@
 use super::listing::{Folder, Listing, Page};
 use super::retry::RetryPolicy;
 use crate::folder::OpenedFolder;
-use crate::tier::WriteHealth;
+use crate::tier::IoHealth;
 use bytes::Bytes;
 use futures::future::{self, Either};
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -63,7 +63,9 @@ pub(in crate::object) struct Client {
     /// When the last read of a small object was answered.
     last_read_at: Mutex<Option<Instant>>,
     /// Whether blocks and manifests can be written. The writer and the follower update it.
-    pub(in crate::object) writes: WriteHealth,
+    pub(in crate::object) writes: IoHealth,
+    /// Whether the store returns blocks that it has. The reader and the follower update it.
+    pub(in crate::object) reads: IoHealth,
     counters: Counters,
 }
 
@@ -107,7 +109,8 @@ impl Client {
             has_answered: AtomicBool::new(false),
             consecutive_failures: AtomicU64::new(0),
             last_read_at: Mutex::default(),
-            writes: WriteHealth::default(),
+            writes: IoHealth::default(),
+            reads: IoHealth::default(),
             counters: Counters::default(),
         }
     }

@@ -96,6 +96,27 @@ async fn a_store_that_takes_no_writes_is_read_and_says_why_until_it_takes_them()
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_store_that_denies_blocks_says_why_until_it_returns_them() {
+    let shared = Arc::new(Flaky::default());
+    let (tier, _) = open_on(shared.clone());
+    tier.wait_until_ready().await;
+    store(&*tier, chain(1, 5)).await;
+    let loaded = async || all_found(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await);
+    shared.set_fault(Some(("/blocks/", Fault::Fails)));
+    assert!(!loaded().await);
+    assert_eq!(tier.read_failure(), None, "it may be an outage, of which the polls know");
+    shared.set_fault(Some(("/blocks/", Fault::Denied)));
+    assert!(!loaded().await);
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    assert!(tier.is_available(), "the store answers lists");
+    assert!(tier.read_failure().is_some_and(|why| why.contains("archived")), "{:?}", tier.read_failure());
+    assert_eq!((tier.write_failure(), tier.missing_objects()), (None, 0));
+    shared.set_fault(None);
+    assert!(loaded().await);
+    assert_eq!(tier.read_failure(), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn writes_that_fail_in_an_outage_are_not_reported_after_it() {
     let shared = Arc::new(Flaky::default());
     let (tier, _) = open_on(shared.clone());

@@ -1,14 +1,14 @@
-//! Whether the writes of a tier succeed: the error of the last write, until one succeeds.
+//! Whether the writes of a tier, or its reads, succeed: the error of the last one, until one succeeds.
 //!
-//! Not here: attempts to write. A tier learns that it can write again from the next block that is offloaded to it, so
-//! that no write of a health check takes space or bandwidth.
+//! Not here: attempts to write or read. A tier learns that it can write again from the next block that is offloaded to
+//! it, so that no write of a health check takes space or bandwidth.
 
 use parking_lot::Mutex;
 use spans::FaultLog;
 
-/// The outcome of the last write.
+/// The outcome of the last write, or of the last read. What is said of writes here is true of reads.
 #[derive(Debug, Default)]
-pub(crate) struct WriteHealth(Mutex<State>);
+pub(crate) struct IoHealth(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -36,7 +36,7 @@ pub(crate) enum Change {
     Same,
 }
 
-impl WriteHealth {
+impl IoHealth {
     /// A write begins.
     pub(crate) fn begin(&self) -> Attempt {
         Attempt { outages: self.0.lock().outages }
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn the_last_error_stands_until_a_write_succeeds() {
-        let health = WriteHealth::default();
+        let health = IoHealth::default();
         assert_eq!((health.failure(), health.succeeded()), (None, Change::Same));
         let failed = |error: &str| health.failed(health.begin(), error);
         assert_eq!((failed("full"), failed("read-only")), (Change::Changed, Change::Same));
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_write_that_began_in_an_outage_does_not_count_after_it() {
-        let health = WriteHealth::default();
+        let health = IoHealth::default();
         let (first, second) = (health.begin(), health.begin());
         let _ = health.failed(first, "down");
         health.outage_ended();
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn writes_that_fail_and_succeed_in_turn_are_logged_a_few_times() {
-        let health = WriteHealth::default();
+        let health = IoHealth::default();
         let turns = (0..100).map(|_| [health.failed(health.begin(), "full"), health.succeeded()]);
         let logged: Vec<_> = turns.map(|turn| turn == [Change::Changed; 2]).collect();
         assert!(logged[0] && logged.iter().filter(|logged| **logged).count() < 10, "{logged:?}");
