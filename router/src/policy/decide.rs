@@ -136,6 +136,7 @@ pub(crate) fn decide<'a>(
     selection: SelectionContext,
 ) -> Option<Decision<'a>> {
     let (Scratch { remaining, prefill_candidates, candidates, shortlist }, pool) = (scratch, fleet.pool());
+    let selection = SelectionContext { workers: pool.entries().len() as u64, ..selection };
     remaining.clear();
     let (pricing, shared) = (pricing(tuning, &request, &fleet), request.shared.map_or(0, |shared| shared.blocks));
     let prompt_in = |(scheme, card): (usize, &Arc<ModelCard>)| {
