@@ -1,4 +1,5 @@
-//! Which program has a port: another Blockyard says so, and whether it is shutting down.
+//! Which program has a port: another Blockyard says so, and whether it is shutting down. An admin API is recognised by
+//! its refusal of requests without its header.
 
 use crate::config::Listen;
 use http::{StatusCode, Uri};
@@ -12,7 +13,7 @@ const LIMITS: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_se
 
 /// A Blockyard that has a port.
 pub(crate) struct RunningBlockyard {
-    /// Unless it takes a key to read.
+    /// Unless it takes a key to read, or the port is that of an admin API.
     version: Option<String>,
     pub(crate) is_shutting_down: bool,
 }
@@ -40,8 +41,12 @@ pub(super) async fn blockyard_at(at: &Listen) -> Option<RunningBlockyard> {
     let get = async |path| ask::get(&client, None, path, LIMITS).await.ok();
     let json = |answer: &ServerAnswer| serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
     let live = get("/live").await?;
-    // Every answer of Blockyard has the header.
-    if json(&live)?["status"] != "ok" || live.header("x-request-id").is_none() {
+    let answer = json(&live)?;
+    if answer["error"]["code"] == "admin_header_required" {
+        return Some(RunningBlockyard { version: None, is_shutting_down: false });
+    }
+    // Every other answer of Blockyard has the header.
+    if answer["status"] != "ok" || live.header("x-request-id").is_none() {
         return None;
     }
     let version = get("/version").await?;
