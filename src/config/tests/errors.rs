@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
-    let cases: [(&str, &[&str]); 27] = [
+    let cases: [(&str, &[&str]); 28] = [
         ("tracing.endpoint=collector:4318", &["tracing.endpoint", "OTLP over HTTP"]),
         ("tracing.endpoint=http://collector:99999", &["tracing.endpoint", "65535", "OTLP over HTTP"]),
         ("tracing.endpoint=http://ann:pass@collector", &["http://***@collector", "tracing.headers_file"]),
@@ -29,6 +29,7 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
         ("threads=0", &["threads = 0", "auto"]),
         ("frontend.max_body=0", &["frontend.max_body = 0", "expected a size between 1B and 1GiB"]),
         ("frontend.idle_timeout=0", &["frontend.idle_timeout = 0", "expected a duration between"]),
+        ("frontend.max_headers=4KiB", &["frontend.max_headers = \"4KiB\"", "expected a size between 8KiB and 16MiB"]),
         (
             "router.policy={score=[{term=queue},{term=speed}]}",
             &["router.policy.score.1.term = \"speed\" (--set router.policy={score", "`overlap`"],
