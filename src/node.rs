@@ -453,12 +453,16 @@ fn register_process_metrics(registry: &Registry) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks the configuration of a command on a thread that may block.
+/// Checks the configuration of a command, on a thread that may block, and that the port of the admin API is free: it is
+/// opened when the model is loaded, which may take minutes.
 async fn check(config: &Config, purpose: Purpose) -> anyhow::Result<()> {
     let checked = config.clone();
     tokio::task::spawn_blocking(move || preflight(&checked, purpose))
         .await
         .context("checking the configuration failed")??;
+    if let Some(at) = &config.admin.listen {
+        listen(at, "--set admin.listen=").await?;
+    }
     Ok(())
 }
 
