@@ -564,7 +564,7 @@ async fn the_native_engine_has_its_memory_and_folders_checked() {
     assert!(text.contains("stop it, or listen elsewhere: --set listen="), "{text}");
     let small = [&arguments[..], &["--set", "tiers.g1=16MiB"]].concat();
     let text = String::from_utf8(doctor(&small).output().unwrap().stdout).unwrap();
-    let (short, fix) = ("tiers.g1 = 16MiB holds 8192 of the 16384 tokens", "fix: set at least 32MiB");
+    let (short, fix) = ("tiers.g1 = 16MiB holds 8192 of the 16384 tokens", "fix: set tiers.g1 to at least 32MiB");
     assert!(text.contains("warning  memory") && text.contains(short) && text.contains(fix), "{text}");
     assert_eq!(data.path().read_dir().unwrap().count(), 1, "nothing is created");
 }
