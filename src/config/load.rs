@@ -387,6 +387,7 @@ fn type_name(expected: &str) -> &str {
     match expected {
         "f32" | "f64" => "a number",
         "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number, 0 or more",
+        "a nonzero u32" => "a whole number, 1 or more",
         "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
         "bool" | "a boolean" => "`true` or `false`",
         "a string" => "a text",
