@@ -362,6 +362,10 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
             Some(entry) => format!("expected an array, like [{entry}]"),
             None => "expected an array".to_owned(),
         },
+        Kind::InvalidType(_, expected) if expected.starts_with("enum ") => match words(merged, &path) {
+            Some(words) => format!("expected one of {}", quoted(&words)),
+            None => format!("expected {}", type_name(expected)),
+        },
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
             format!("expected {}", type_name(expected))
         }
@@ -370,6 +374,22 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
         other => other.to_string(),
     };
     Error::Value { origin, key: path, value, problem }
+}
+
+/// The words that a key takes, in the place of which a value of another type was written: serde names them in its error
+/// of a wrong word. `None`: the key is in an array, or takes more than words.
+fn words(merged: &Merged, path: &str) -> Option<Vec<&'static str>> {
+    // Its words are keys of tables.
+    if path == "tiers.encryption.keys" {
+        return None;
+    }
+    let wrong = Layer::one("?", path, Value::from("?"));
+    match merged.figment.clone().merge(wrong).extract::<Config>().err()? {
+        figment::Error { kind: Kind::UnknownVariant(_, words), path: at, .. } if at.join(".") == path => {
+            Some(words.to_vec())
+        }
+        _ => None,
+    }
 }
 
 /// An entry of the array that a key needs: of a text that was written in its place, the text.
