@@ -285,9 +285,11 @@ impl Node {
 
     async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
         let (scope, peers, tracer) = (Scope::Process, Peers::default(), self.tracer.clone());
+        health.set_loading(true);
         let native = Native::start(config, planes, scope, (peers, tracer), health, &self.process.registry).await?;
         let discovered = timeout(DISCOVERY_TIMEOUT, until_discovered(&self.router)).await;
         discovered.context("the router has not discovered the workers")?;
+        health.set_loading(false);
         let (router, stores) = (Arc::clone(&self.router), native.stores.digests());
         self.process.audit = Arc::new(CacheAudit { router: Some(router), workers: native.managers(), stores });
         let usage = CacheUsage::of(Arc::downgrade(&self.process.audit), native.stores.weak())?;
