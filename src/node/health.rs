@@ -18,8 +18,8 @@ use worker::plane::nats::Connection;
 /// Maximum number of upstreams whose problem the reason of `/ready` names.
 const MAX_PROBLEMS: usize = 3;
 
-/// Maximum characters of each problem: a URL, the reason, and what to change.
-const MAX_PROBLEM_CHARS: usize = 300;
+/// Maximum characters of each problem: a URL, the reason, and what to change, which is at the end.
+pub(super) const MAX_PROBLEM_CHARS: usize = 400;
 
 /// Components that can fail while requests are still served.
 #[derive(Default)]
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(listed_problems(std::slice::from_ref(&unauthorized)), Some(unauthorized));
         let long = vec!["ü".repeat(10_000); 50];
         let listed = listed_problems(&long).unwrap();
-        assert!(listed.ends_with("ü… | and 47 more") && listed.chars().count() < 1000, "{listed}");
+        assert!(listed.ends_with("ü… | and 47 more") && listed.chars().count() < 1300, "{listed}");
     }
 
     #[tokio::test]
