@@ -27,6 +27,9 @@ impl TooLarge {
     pub(super) const ADVICE: &str = "serve a smaller model: --model DIR|NAME";
 }
 
+/// What `--model` names, apart from the built-in models.
+const FOLDER: &str = "the Hugging Face folder of a model: config.json, *.safetensors, tokenizer.json";
+
 /// Loads the model, once for all workers.
 pub(super) async fn open(
     model: &Model,
@@ -55,6 +58,13 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
     Ok(match model {
         Model::BuiltIn(model) => ModelSource::Builtin(*model),
         Model::Folder(path) => {
+            if path.is_file() {
+                bail!(
+                    "{} is a file; expected {FOLDER}; other formats, such as .gguf, must be converted to safetensors \
+                     first",
+                    path.display()
+                );
+            }
             if !path.is_dir() {
                 let names = Builtin::ALL.map(Builtin::name).join(", ");
                 bail!(
@@ -62,6 +72,9 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
                     path.display(),
                     download_hint(path)
                 );
+            }
+            if !path.join("config.json").exists() {
+                bail!("{} has no config.json; expected {FOLDER}", path.display());
             }
             check_memory(path, machine)?;
             ModelSource::Folder(path.clone())
@@ -141,6 +154,17 @@ mod tests {
         let error = check_memory(folder.path(), &machine(1024)).unwrap_err();
         assert!(error.is::<TooLarge>() && error.to_string().ends_with(TooLarge::ADVICE), "{error}");
         assert!(error.to_string().contains("take 2.0 KiB on disk, and 1.0 KiB is available"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_folder_of_a_model_is_refused_with_what_is_expected() {
+        let (folder, machine) = (tempfile::tempdir().unwrap(), Machine { memory: None, threads: 1 });
+        let file = folder.path().join("model.gguf");
+        std::fs::write(&file, "").unwrap();
+        let refused = |path: &Path| source(&Model::Folder(path.to_owned()), &machine).err().unwrap().to_string();
+        assert!(refused(&file).contains("is a file; expected the Hugging Face folder"), "{}", refused(&file));
+        let empty = refused(folder.path());
+        assert!(empty.contains("has no config.json; expected the Hugging Face folder"), "{empty}");
     }
 
     #[test]
