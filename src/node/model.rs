@@ -5,9 +5,11 @@ use crate::config::{ByteSize, Model};
 use crate::process::machine::Machine;
 use anyhow::{Context, bail};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
 use worker::llama::{Builtin, ModelSource, Runtime, Shape};
 
 /// The weights do not fit into the memory of the machine.
@@ -41,11 +43,29 @@ pub(super) async fn open(
     tracing::info!("loading {model}");
     let (start, data_dir) = (Instant::now(), data_dir.to_owned());
     let load = move || Runtime::open(&source, &data_dir, threads, &CreationProgress::default().report());
-    let loaded = tokio::task::spawn_blocking(load).await.context("loading the model failed")?;
+    let still_loading = |passed: Duration| tracing::info!("still loading {model}, for {} s", passed.as_secs());
+    let loaded = reporting(tokio::task::spawn_blocking(load), still_loading).await;
+    let loaded = loaded.context("loading the model failed")?;
     let runtime = loaded.with_context(|| format!("cannot load the model {model}"))?;
     let weights = ByteSize(runtime.shape().weights_bytes).about();
     tracing::info!("loaded {model}: weights of {weights} in {:.1} s", start.elapsed().as_secs_f64());
     Ok(runtime)
+}
+
+/// Interval of log lines while a model is loaded: large weights take minutes, and without a line the process looks as
+/// if it hung.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Waits for work, and reports every [`REPORT_INTERVAL`] for how long it has run.
+async fn reporting<T>(work: impl Future<Output = T>, report: impl Fn(Duration)) -> T {
+    let start = tokio::time::Instant::now();
+    let mut work = pin!(work);
+    loop {
+        match timeout(REPORT_INTERVAL, &mut work).await {
+            Ok(done) => return done,
+            Err(_) => report(start.elapsed()),
+        }
+    }
 }
 
 /// The sizes of the model, from the files in its folder. The weights are not loaded.
@@ -144,6 +164,19 @@ fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
+    use tokio::time::sleep;
+
+    #[tokio::test(start_paused = true)]
+    async fn work_that_takes_long_is_reported_until_it_is_done() {
+        let reported = RefCell::new(Vec::new());
+        let work = async {
+            sleep(Duration::from_secs(25)).await;
+            "loaded"
+        };
+        assert_eq!(reporting(work, |passed| reported.borrow_mut().push(passed.as_secs())).await, "loaded");
+        assert_eq!(reported.into_inner(), [10, 20]);
+    }
 
     #[test]
     fn weights_beyond_the_memory_are_an_error_that_ends_with_what_to_change() {
