@@ -285,9 +285,11 @@ impl Node {
 
     async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
         let (scope, peers, tracer) = (Scope::Process, Peers::default(), self.tracer.clone());
+        health.set_loading(true);
         let native = Native::start(config, planes, scope, (peers, tracer), health, &self.process.registry).await?;
         let discovered = timeout(DISCOVERY_TIMEOUT, until_discovered(&self.router)).await;
         discovered.context("the router has not discovered the workers")?;
+        health.set_loading(false);
         let (router, stores) = (Arc::clone(&self.router), native.stores.digests());
         self.process.audit = Arc::new(CacheAudit { router: Some(router), workers: native.managers(), stores });
         let usage = CacheUsage::of(Arc::downgrade(&self.process.audit), native.stores.weak())?;
@@ -453,12 +455,16 @@ fn register_process_metrics(registry: &Registry) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks the configuration of a command on a thread that may block.
+/// Checks the configuration of a command, on a thread that may block, and that the port of the admin API is free: it is
+/// opened when the model is loaded, which may take minutes.
 async fn check(config: &Config, purpose: Purpose) -> anyhow::Result<()> {
     let checked = config.clone();
     tokio::task::spawn_blocking(move || preflight(&checked, purpose))
         .await
         .context("checking the configuration failed")??;
+    if let Some(at) = &config.admin.listen {
+        listen(at, "--set admin.listen=").await?;
+    }
     Ok(())
 }
 

@@ -18,4 +18,5 @@ mod sse;
 mod tokenize;
 
 pub use internal::{Health, internal_router};
+pub use operations::WORKER_PORT;
 pub use routes::{OpenError, Parts, guard_admin, router, router_with};

@@ -50,7 +50,7 @@ mod state;
 mod tiny_tokenizer;
 mod tokenizers;
 
-pub use api::{Health, OpenError, Parts, guard_admin, internal_router, router, router_with};
+pub use api::{Health, OpenError, Parts, WORKER_PORT, guard_admin, internal_router, router, router_with};
 pub use http::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address, tls_certificate};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};

@@ -157,7 +157,7 @@ async fn list(target: &Target) -> anyhow::Result<()> {
         return Err(nothing_stored(&store.config));
     }
     let inventory = match &store.collector {
-        Some(collector) => Some(collector.scan(progress("manifests")).await?),
+        Some(collector) => Some(store.inventory(collector).await?),
         None => None,
     };
     let level = if target.g3_5 { Level::G3_5 } else { Level::G4 };
@@ -182,7 +182,7 @@ async fn collect_garbage(
         (policy.capacity, policy.headroom) = (Some(bytes), 0);
     }
     policy.grace = grace.map_or(policy.grace, |grace| grace.0);
-    let inventory = store.inventory().await?;
+    let inventory = store.inventory(&store.collector).await?;
     let report = if dry_run {
         store.collector.dry_run(&inventory, &policy, now)
     } else {
@@ -213,7 +213,7 @@ async fn verify(target: &Target, remove: bool) -> anyhow::Result<()> {
     }
     let verification = match &store.collector {
         Some(collector) => {
-            let inventory = collector.scan(progress("manifests")).await?;
+            let inventory = store.inventory(collector).await?;
             Some(collector.verify(&inventory, remove, can_decrypt, progress("objects")).await?)
         }
         None => None,
@@ -252,7 +252,7 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
     let destroyed = keys.shred(domain).await?;
     let removed = match (&store.collector, remove) {
         (Some(collector), true) => {
-            let inventory = collector.scan(progress("manifests")).await?;
+            let inventory = store.inventory(collector).await?;
             collector.mark_domain(&inventory, domain).await?
         }
         _ => ObjectTotals::default(),
@@ -265,18 +265,26 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
 struct Store<C = Collector> {
     config: Config,
     policy: Policy,
+    /// Where the store is, for errors.
+    location: Option<StoreLocation>,
     collector: C,
+}
+
+impl<C> Store<C> {
+    /// What is in the store, which `collector` is for.
+    async fn inventory(&self, collector: &Collector) -> anyhow::Result<Arc<Inventory>> {
+        let at = || self.location.as_ref().map_or_else(|| "the store".to_owned(), ToString::to_string);
+        collector.scan(progress("manifests")).await.with_context(|| {
+            format!("{} cannot be read (`blockyard doctor` with the same flags says what to change)", at())
+        })
+    }
 }
 
 impl Store {
     fn open(target: &Target) -> anyhow::Result<Self> {
-        let Store { config, policy, collector } = Store::open_or_local(target)?;
+        let Store { config, policy, location, collector } = Store::open_or_local(target)?;
         let collector = collector.context("no shared store is configured; name one with: --g4 URL|DIR")?;
-        Ok(Self { config, policy, collector })
-    }
-
-    async fn inventory(&self) -> anyhow::Result<Arc<Inventory>> {
-        Ok(self.collector.scan(progress("manifests")).await?)
+        Ok(Self { config, policy, location, collector })
     }
 }
 
@@ -307,7 +315,7 @@ impl Store<Option<Collector>> {
                 .with_context(|| format!("{location} cannot be used"))
         };
         let collector = location.as_ref().map(open).transpose()?;
-        Ok(Self { config, policy, collector })
+        Ok(Self { config, policy, location, collector })
     }
 }
 

@@ -12,6 +12,7 @@ use crate::commands::replay::Replay;
 use crate::config::{Flag, Purpose, Sources};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// An OpenAI-compatible gateway that routes by KV-cache locality, with a KV block manager and a native CPU engine.
 #[derive(Parser, Debug)]
@@ -330,6 +331,11 @@ fn upstreams(urls: &[String]) -> Option<Flag> {
     (!urls.is_empty()).then(|| Flag::list("--upstream", "upstreams", urls))
 }
 
+/// A whole number that is not 0, of a type like `NonZero<u32>`. What clap says of them has the names of Rust's types.
+pub(super) fn at_least_one<T: FromStr>(text: &str) -> Result<T, &'static str> {
+    text.parse().map_err(|_| "expected a whole number, 1 or more")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -385,6 +391,14 @@ mod tests {
         for flags in ["--requests 9", "--workload chat", "--rate 1 --write-trace other.jsonl"] {
             let error = refused(&format!("blockyard replay trace.jsonl {flags}"));
             assert!(error.contains("cannot be used with"), "{flags}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_limit_of_zero_is_refused_with_what_is_expected() {
+        for flags in ["key add --file k ann --tokens-per-minute 0", "replay --workload chat --threads 0"] {
+            let error = refused(&format!("blockyard {flags}"));
+            assert!(error.contains("expected a whole number, 1 or more"), "{flags}: {error}");
         }
     }
 

@@ -1,5 +1,6 @@
 //! `blockyard key`: adds, lists and removes API keys in a key file. Running servers follow the file.
 
+use crate::commands::cli::at_least_one;
 use crate::commands::output;
 use anyhow::Context;
 use clap::{Args, Subcommand};
@@ -33,10 +34,10 @@ enum Command {
         #[arg(long = "model", value_name = "MODEL", value_parser = model_name)]
         models: Vec<String>,
         /// Maximum requests per minute [default: no limit]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = at_least_one::<NonZero<u32>>)]
         requests_per_minute: Option<NonZero<u32>>,
         /// Maximum tokens per minute, of prompts and outputs together [default: no limit]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = at_least_one::<NonZero<u32>>)]
         tokens_per_minute: Option<NonZero<u32>>,
         /// Print JSON: an object with `name` and `key`
         #[arg(long)]

@@ -6,6 +6,7 @@ mod table;
 
 use self::policies::{Prefetch, configured_policies, policies_to_compare};
 use self::table::{Report, table};
+use crate::commands::cli::at_least_one;
 use crate::commands::output::{self, count};
 use crate::config::{Flag, HumanDuration, Invalid, Workers};
 use crate::process::machine;
@@ -93,7 +94,7 @@ pub struct Replay {
     seed: u32,
 
     /// Runs at the same time [default: the number of processors]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one::<NonZero<usize>>)]
     threads: Option<NonZero<usize>>,
 
     /// Also search for the best assignment of requests to workers, knowing all arrivals and output lengths. Takes a
@@ -327,13 +328,17 @@ fn describe(traffic: &Traffic, rates: &[f64], seed: u64) -> (usize, f64) {
 fn write_trace(args: &Replay, path: &Path) -> anyhow::Result<()> {
     let [rate] = args.rate[..] else { bail!("--write-trace: needs one --rate, that of the generated requests") };
     let traffic = traffic(args)?;
-    let to: Box<dyn Write> =
-        if path.as_os_str() == "-" { Box::new(stdout().lock()) } else { Box::new(File::create(path)?) };
+    let named = || format!("--write-trace {}", path.display());
+    let to: Box<dyn Write> = if path.as_os_str() == "-" {
+        Box::new(stdout().lock())
+    } else {
+        Box::new(File::create(path).with_context(named)?)
+    };
     let written = traffic.at(rate, args.seed.into()).write(BufWriter::new(to));
     match written {
         // A reader that closed its end, as `head` does, has read what it wanted.
         Err(error) if path.as_os_str() == "-" && error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.with_context(|| format!("--write-trace {}", path.display())),
+        written => written.with_context(named),
     }
 }
 

@@ -22,8 +22,8 @@ const INFLIGHT_BODIES: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 40
 const MANY: RangeInclusive<usize> = 1..=1 << 24;
 /// A tenant has about ten series, and Prometheus should get at most some hundred thousand of a process.
 const TENANT_METRICS: RangeInclusive<usize> = 0..=10_000;
-/// A value below the minimum of the HTTP library is raised to that minimum.
-const HEADERS: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(16 << 20);
+/// The HTTP library takes heads of up to 8 KiB in any case, so a lower limit would not hold.
+const HEADERS: RangeInclusive<ByteSize> = ByteSize(8 << 10)..=ByteSize(16 << 20);
 /// Bytes per second: no client sends more than a gibibyte.
 const BODY_RATE: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
 /// Timeouts of a connection.

@@ -377,9 +377,14 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let value = value.map_or_else(|| "?".into(), |value| value_text(&value));
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
-        Kind::InvalidType(_, expected) if path == "upstreams" && expected == "a sequence" => {
-            "expected an array, like [\"http://10.0.0.1:8000\"]".to_owned()
-        }
+        Kind::InvalidType(_, expected) if expected == "a sequence" => match array_entry(&path, &value) {
+            Some(entry) => format!("expected an array, like [{entry}]"),
+            None => "expected an array".to_owned(),
+        },
+        Kind::InvalidType(_, expected) if expected.starts_with("enum ") => match words(merged, &path) {
+            Some(words) => format!("expected one of {}", quoted(&words)),
+            None => format!("expected {}", type_name(expected)),
+        },
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
             format!("expected {}", type_name(expected))
         }
@@ -390,14 +395,42 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     Error::Value { origin, key: path, value, problem }
 }
 
+/// The words that a key takes, in the place of which a value of another type was written: serde names them in its error
+/// of a wrong word. `None`: the key is in an array, or takes more than words.
+fn words(merged: &Merged, path: &str) -> Option<Vec<&'static str>> {
+    // Its words are keys of tables.
+    if path == "tiers.encryption.keys" {
+        return None;
+    }
+    let wrong = Layer::one("?", path, Value::from("?"));
+    match merged.figment.clone().merge(wrong).extract::<Config>().err()? {
+        figment::Error { kind: Kind::UnknownVariant(_, words), path: at, .. } if at.join(".") == path => {
+            Some(words.to_vec())
+        }
+        _ => None,
+    }
+}
+
+/// An entry of the array that a key needs: of a text that was written in its place, the text.
+fn array_entry<'a>(key: &str, value: &'a str) -> Option<&'a str> {
+    match key {
+        "upstreams" => Some("\"http://10.0.0.1:8000\""),
+        "tiers.g3_paths" => Some("{path = \"/mnt/a/kv\", capacity = \"400GiB\"}"),
+        "tiers.quotas" => Some("{tenant = \"ann\", g3_guaranteed = \"50GiB\"}"),
+        _ => Some(value).filter(|value| value.starts_with('"')),
+    }
+}
+
 /// What serde expects, without the names of Rust's types.
 fn type_name(expected: &str) -> &str {
     match expected {
         "f32" | "f64" => "a number",
         "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number, 0 or more",
+        "a nonzero u32" => "a whole number, 1 or more",
         "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
         "bool" | "a boolean" => "`true` or `false`",
         "a string" => "a text",
+        "path string" => "a path",
         "a sequence" => "an array",
         "a map" => "a table, like {KEY = VALUE}",
         table if table.starts_with("struct ") => "a table, like {KEY = VALUE}",

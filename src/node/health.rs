@@ -9,6 +9,7 @@ use kvbm::disk::PathState;
 use kvbm::{DiskTier, ObjectTier, Tier};
 use parking_lot::Mutex;
 use router::Router;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use transport::CertificateMetrics;
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
@@ -17,8 +18,8 @@ use worker::plane::nats::Connection;
 /// Maximum number of upstreams whose problem the reason of `/ready` names.
 const MAX_PROBLEMS: usize = 3;
 
-/// Maximum characters of each problem: a URL, the reason, and what to change.
-const MAX_PROBLEM_CHARS: usize = 300;
+/// Maximum characters of each problem: a URL, the reason, and what to change, which is at the end.
+pub(super) const MAX_PROBLEM_CHARS: usize = 400;
 
 /// Components that can fail while requests are still served.
 #[derive(Default)]
@@ -35,9 +36,15 @@ pub(super) struct Health {
     certificates: Mutex<Vec<CertificateMetrics>>,
     /// Why a worker of the process could not be registered yet, while it is tried again.
     registration: Mutex<Option<String>>,
+    /// The model of the process is being loaded, which takes minutes if it is large.
+    is_loading: AtomicBool,
 }
 
 impl Health {
+    pub(super) fn set_loading(&self, is_loading: bool) {
+        self.is_loading.store(is_loading, Ordering::Relaxed);
+    }
+
     pub(super) fn set_registration_problem(&self, problem: Option<String>) {
         *self.registration.lock() = problem;
     }
@@ -171,8 +178,11 @@ impl Engine for MonitoredRouter {
     }
 
     fn readiness(&self) -> Readiness {
-        let absent =
-            if self.is_gateway { "no upstream can be used yet" } else { "no worker that decodes is registered now" };
+        let absent = match self.is_gateway {
+            true => "no upstream can be used yet",
+            false if self.health.is_loading.load(Ordering::Relaxed) => "the model is being loaded",
+            false => "no worker that decodes is registered now",
+        };
         match self.health.upstream_problems() {
             Some(problems) => self.router.readiness_or(&format!("{absent}: {problems}")),
             None => self.router.readiness_or(absent),
@@ -187,6 +197,8 @@ impl Engine for MonitoredRouter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use worker::plane::RouterId;
+    use worker::plane::local::{LocalDiscovery, LocalEvents};
 
     #[test]
     fn the_reason_names_a_few_upstreams_and_is_bounded() {
@@ -195,7 +207,22 @@ mod tests {
         assert_eq!(listed_problems(std::slice::from_ref(&unauthorized)), Some(unauthorized));
         let long = vec!["ü".repeat(10_000); 50];
         let listed = listed_problems(&long).unwrap();
-        assert!(listed.ends_with("ü… | and 47 more") && listed.chars().count() < 1000, "{listed}");
+        assert!(listed.ends_with("ü… | and 47 more") && listed.chars().count() < 1300, "{listed}");
+    }
+
+    #[tokio::test]
+    async fn the_reason_says_that_the_model_is_being_loaded() {
+        let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
+        let (settings, registry) = (router::Settings::default(), prometheus::Registry::new());
+        let router = Router::new(RouterId(1), discovery, events, settings, &registry).unwrap();
+        let engine = MonitoredRouter { router, health: Arc::new(Health::default()), is_gateway: false };
+        let reason = || match engine.readiness() {
+            Readiness::NotReady(reason) => reason,
+            Readiness::Ready => "ready".to_owned(),
+        };
+        assert_eq!(reason(), "no worker that decodes is registered now");
+        engine.health.set_loading(true);
+        assert_eq!(reason(), "the model is being loaded");
     }
 
     #[test]

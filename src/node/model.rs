@@ -5,9 +5,11 @@ use crate::config::{ByteSize, Model};
 use crate::process::machine::Machine;
 use anyhow::{Context, bail};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
 use worker::llama::{Builtin, ModelSource, Runtime, Shape};
 
 /// The weights do not fit into the memory of the machine.
@@ -27,6 +29,9 @@ impl TooLarge {
     pub(super) const ADVICE: &str = "serve a smaller model: --model DIR|NAME";
 }
 
+/// What `--model` names, apart from the built-in models.
+const FOLDER: &str = "the Hugging Face folder of a model: config.json, *.safetensors, tokenizer.json";
+
 /// Loads the model, once for all workers.
 pub(super) async fn open(
     model: &Model,
@@ -38,11 +43,29 @@ pub(super) async fn open(
     tracing::info!("loading {model}");
     let (start, data_dir) = (Instant::now(), data_dir.to_owned());
     let load = move || Runtime::open(&source, &data_dir, threads, &CreationProgress::default().report());
-    let loaded = tokio::task::spawn_blocking(load).await.context("loading the model failed")?;
+    let still_loading = |passed: Duration| tracing::info!("still loading {model}, for {} s", passed.as_secs());
+    let loaded = reporting(tokio::task::spawn_blocking(load), still_loading).await;
+    let loaded = loaded.context("loading the model failed")?;
     let runtime = loaded.with_context(|| format!("cannot load the model {model}"))?;
     let weights = ByteSize(runtime.shape().weights_bytes).about();
     tracing::info!("loaded {model}: weights of {weights} in {:.1} s", start.elapsed().as_secs_f64());
     Ok(runtime)
+}
+
+/// Interval of log lines while a model is loaded: large weights take minutes, and without a line the process looks as
+/// if it hung.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Waits for work, and reports every [`REPORT_INTERVAL`] for how long it has run.
+async fn reporting<T>(work: impl Future<Output = T>, report: impl Fn(Duration)) -> T {
+    let start = tokio::time::Instant::now();
+    let mut work = pin!(work);
+    loop {
+        match timeout(REPORT_INTERVAL, &mut work).await {
+            Ok(done) => return done,
+            Err(_) => report(start.elapsed()),
+        }
+    }
 }
 
 /// The sizes of the model, from the files in its folder. The weights are not loaded.
@@ -55,6 +78,13 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
     Ok(match model {
         Model::BuiltIn(model) => ModelSource::Builtin(*model),
         Model::Folder(path) => {
+            if path.is_file() {
+                bail!(
+                    "{} is a file; expected {FOLDER}; other formats, such as .gguf, must be converted to safetensors \
+                     first",
+                    path.display()
+                );
+            }
             if !path.is_dir() {
                 let names = Builtin::ALL.map(Builtin::name).join(", ");
                 bail!(
@@ -62,6 +92,9 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
                     path.display(),
                     download_hint(path)
                 );
+            }
+            if !path.join("config.json").exists() {
+                bail!("{} has no config.json; expected {FOLDER}", path.display());
             }
             check_memory(path, machine)?;
             ModelSource::Folder(path.clone())
@@ -131,6 +164,19 @@ fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
+    use tokio::time::sleep;
+
+    #[tokio::test(start_paused = true)]
+    async fn work_that_takes_long_is_reported_until_it_is_done() {
+        let reported = RefCell::new(Vec::new());
+        let work = async {
+            sleep(Duration::from_secs(25)).await;
+            "loaded"
+        };
+        assert_eq!(reporting(work, |passed| reported.borrow_mut().push(passed.as_secs())).await, "loaded");
+        assert_eq!(reported.into_inner(), [10, 20]);
+    }
 
     #[test]
     fn weights_beyond_the_memory_are_an_error_that_ends_with_what_to_change() {
@@ -141,6 +187,17 @@ mod tests {
         let error = check_memory(folder.path(), &machine(1024)).unwrap_err();
         assert!(error.is::<TooLarge>() && error.to_string().ends_with(TooLarge::ADVICE), "{error}");
         assert!(error.to_string().contains("take 2.0 KiB on disk, and 1.0 KiB is available"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_folder_of_a_model_is_refused_with_what_is_expected() {
+        let (folder, machine) = (tempfile::tempdir().unwrap(), Machine { memory: None, threads: 1 });
+        let file = folder.path().join("model.gguf");
+        std::fs::write(&file, "").unwrap();
+        let refused = |path: &Path| source(&Model::Folder(path.to_owned()), &machine).err().unwrap().to_string();
+        assert!(refused(&file).contains("is a file; expected the Hugging Face folder"), "{}", refused(&file));
+        let empty = refused(folder.path());
+        assert!(empty.contains("has no config.json; expected the Hugging Face folder"), "{empty}");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Which program has a port: another Blockyard says so, and whether it is shutting down.
+//! Which program has a port: another Blockyard says so, and whether it is shutting down. An admin API is recognised by
+//! its refusal of requests without its header, and the port of a worker by what it says to clients.
 
 use crate::config::Listen;
 use http::{StatusCode, Uri};
@@ -12,7 +13,7 @@ const LIMITS: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_se
 
 /// A Blockyard that has a port.
 pub(crate) struct RunningBlockyard {
-    /// Unless it takes a key to read.
+    /// Unless it takes a key to read, or the port is that of an admin API.
     version: Option<String>,
     pub(crate) is_shutting_down: bool,
 }
@@ -40,9 +41,17 @@ pub(super) async fn blockyard_at(at: &Listen) -> Option<RunningBlockyard> {
     let get = async |path| ask::get(&client, None, path, LIMITS).await.ok();
     let json = |answer: &ServerAnswer| serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
     let live = get("/live").await?;
-    // Every answer of Blockyard has the header.
-    if json(&live)?["status"] != "ok" || live.header("x-request-id").is_none() {
+    let answer = json(&live)?;
+    if answer["error"]["code"] == "admin_header_required" {
+        return Some(RunningBlockyard { version: None, is_shutting_down: false });
+    }
+    if answer["status"] != "ok" {
         return None;
+    }
+    // Every answer of the API has the header. The port of a worker says what it is.
+    if live.header("x-request-id").is_none() {
+        let elsewhere = json(&get("/").await?)?;
+        elsewhere["error"]["message"].as_str().filter(|message| message.contains(frontend::WORKER_PORT))?;
     }
     let version = get("/version").await?;
     let version = match version.status {
@@ -52,4 +61,50 @@ pub(super) async fn blockyard_at(at: &Listen) -> Option<RunningBlockyard> {
     let ready = get("/ready").await.as_ref().and_then(json);
     let is_shutting_down = ready.is_some_and(|ready| ready["error"]["code"] == "shutting_down");
     Some(RunningBlockyard { version, is_shutting_down })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::{Json, Router, routing::get};
+    use frontend::{Health, Server, Shutdown};
+    use prometheus::Registry;
+    use serde_json::json;
+    use tokio::net::TcpListener;
+    use worker::engine::Readiness;
+
+    struct Ready;
+
+    impl Health for Ready {
+        fn readiness(&self) -> Readiness {
+            Readiness::Ready
+        }
+
+        fn degraded(&self) -> Vec<String> {
+            Vec::new()
+        }
+    }
+
+    /// What is found at the port of an application.
+    async fn found(app: Router) -> Option<String> {
+        let server = Server::new(&frontend::Settings::default(), &Registry::new()).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = Listen { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
+        let serving = tokio::spawn(async move { server.serve(listener, app, Shutdown::default()).await });
+        let found = blockyard_at(&at).await;
+        serving.abort();
+        found.map(|blockyard| blockyard.to_string())
+    }
+
+    #[tokio::test]
+    async fn ports_of_workers_and_of_the_admin_api_are_recognised() {
+        let settings = frontend::Settings::default();
+        let worker = frontend::internal_router(Router::new(), std::sync::Arc::new(Ready), Registry::new(), &settings);
+        let version = env!("CARGO_PKG_VERSION");
+        assert_eq!(found(worker).await, Some(format!("a running Blockyard {version}")));
+        let admin = frontend::guard_admin(Router::new(), &settings);
+        assert_eq!(found(admin).await.as_deref(), Some("a running Blockyard"));
+        let other = Router::new().route("/live", get(async || Json(json!({"status": "ok"}))));
+        assert_eq!(found(other).await, None);
+    }
 }

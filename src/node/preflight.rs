@@ -111,6 +111,11 @@ fn preflight_on(machine: &Machine, config: &Config, purpose: Purpose) -> Result<
             Reason::new(error, fix)
         }));
         check(cluster_tls(config).map_err(Reason::from));
+        check(config.nats.settings().check_files().map_err(|error| {
+            let fix =
+                "let the key of [nats] name a file with what is expected, which the user of this process can read";
+            Reason::new(error, fix)
+        }));
     }
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));

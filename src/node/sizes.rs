@@ -287,7 +287,7 @@ impl Sizes {
                 "tiers.g1 = {g1} holds {fit} of the {context} tokens of the model's context; longer requests are \
                  refused or cut"
             ),
-            advice: format!("set at least {least}"),
+            advice: format!("set tiers.g1 to at least {least}"),
         })
     }
 }
@@ -398,13 +398,13 @@ mod tests {
         assert_eq!((short("auto", &NEEDS), short("64MiB", &NEEDS)), (None, None));
         let text = short("16MiB", &NEEDS).unwrap();
         assert!(text.starts_with("tiers.g1 = 16MiB holds 4096 of the 16384 tokens of the model's context; "), "{text}");
-        assert!(text.ends_with("; set at least 64MiB"), "{text}");
+        assert!(text.ends_with("; set tiers.g1 to at least 64MiB"), "{text}");
         // The blocks of the built-in model `small`: 227 of them fit, and a part of another.
         let small = Needs { context: 72 << 20, block: 72 << 10, ..NEEDS };
         let text = short("16MiB", &small).unwrap();
-        assert!(text.contains(" holds 3632 of ") && text.ends_with("; set at least 72MiB"), "{text}");
+        assert!(text.contains(" holds 3632 of ") && text.ends_with("; set tiers.g1 to at least 72MiB"), "{text}");
         let odd = Needs { context: (64 << 20) + 1, ..NEEDS };
-        assert!(short("1MiB", &odd).unwrap().ends_with("; set at least 65MiB"));
+        assert!(short("1MiB", &odd).unwrap().ends_with("; set tiers.g1 to at least 65MiB"));
     }
 
     #[test]

@@ -143,8 +143,8 @@ async fn a_file_that_is_named_or_no_longer_named_needs_a_restart() {
             let harness = Harness::of(Purpose::Frontend, before, None);
             harness.write(after);
             let report = harness.reload.now("SIGHUP");
-            // The file does not exist. Those of NATS may come later: the process waits for it.
-            if after.is_empty() || section == "nats" {
+            // The file does not exist.
+            if after.is_empty() {
                 assert_eq!((report.outcome, &report.needs_restart[..]), (Outcome::Unchanged, &[key.to_owned()][..]));
             } else {
                 assert_eq!(report.outcome, Outcome::Rejected, "{key}");

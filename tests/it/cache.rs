@@ -181,3 +181,17 @@ fn shred_of_a_domain_without_keys_is_refused_and_leaves_no_notice() {
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
     assert!(!folder.path().join("keys/shreds").exists(), "no notice for running processes");
 }
+
+#[test]
+fn a_store_that_does_not_answer_is_named_with_what_to_do() {
+    let endpoint = "tiers.g4.endpoint=http://127.0.0.1:1";
+    for subcommand in ["ls", "verify", "gc"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        let arguments = ["cache", subcommand, "--g4", "s3://kv-cache/blocks", "--set", endpoint];
+        let environment = [("HOME", "/nonexistent"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b")];
+        let output = command.args(arguments).env_clear().envs(environment).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.starts_with("error: s3://kv-cache/blocks cannot be read (`blockyard doctor` "), "{error}");
+        assert_eq!(output.status.code(), Some(1));
+    }
+}

@@ -241,7 +241,7 @@ fn wrong_settings_are_refused_before_anything_starts() {
         assert!(!output.status.success(), "{name} {arguments:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    let cases: [(&str, &[&str], &str); 14] = [
+    let cases: [(&str, &[&str], &str); 16] = [
         ("worker", &["--workers", "prefill:0"], "no worker"),
         ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
         ("worker", &["--advertise", "https://host:1"], "the worker has no TLS"),
@@ -254,6 +254,8 @@ fn wrong_settings_are_refused_before_anything_starts() {
         ("frontend", &["--nats", "http://host:4222"], "expected nats://HOST:PORT or tls://HOST:PORT"),
         ("frontend", &["--set", "frontend.api_keys_file=no/such/file"], "frontend.api_keys_file"),
         ("frontend", &["--set", "nats.user=me"], "nats.password_file"),
+        ("frontend", &["--set", "nats.token_file=no/such/file"], "nats.token_file = \"no/such/file\": "),
+        ("worker", &["--set", "nats.ca_file=no/such/file"], "nats.ca_file = \"no/such/file\": "),
         ("worker", &["--set", "upstreams=[\"http://host:8000\"]"], "`blockyard serve`, or `blockyard frontend`"),
         ("frontend", &["--upstream", "http://host:8000/v1"], "without /v1"),
     ];

@@ -472,6 +472,26 @@ async fn the_folder_of_a_running_process_is_a_problem_at_another_port() {
     assert_eq!(status, Some(1));
 }
 
+#[tokio::test]
+async fn the_ports_of_the_running_process_are_no_problem() {
+    let data = tempfile::tempdir().unwrap();
+    let settings = ["--set", "admin.listen=127.0.0.1:0", "--set", "tiers.g3=64MiB"];
+    let process = Process::start(data.path(), &settings, &[]).await;
+    let listen = process.client.url.trim_start_matches("http://").to_owned();
+    let admin = process.client.admin.clone().unwrap().replace("http://", "admin.listen=");
+    let data = data.path().to_str().unwrap();
+    let flags =
+        ["--model", "tiny", "--data-dir", data, "--listen", &listen, "--set", "tiers.g3=64MiB", "--set", &admin];
+    let mut command = doctor(&flags);
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    for check in ["port", "admin_port"] {
+        let line = text.lines().find(|line| line.trim_start().starts_with(&format!("ok       {check} ")));
+        assert!(line.is_some_and(|line| line.contains("is in use by a running Blockyard")), "{check}: {text}");
+    }
+    assert_eq!(output.status.code(), Some(0), "{text}");
+}
+
 #[test]
 fn a_folder_of_the_kernel_and_a_missing_model_have_a_fix_of_their_own() {
     let data = tempfile::tempdir().unwrap();
@@ -544,7 +564,7 @@ async fn the_native_engine_has_its_memory_and_folders_checked() {
     assert!(text.contains("stop it, or listen elsewhere: --set listen="), "{text}");
     let small = [&arguments[..], &["--set", "tiers.g1=16MiB"]].concat();
     let text = String::from_utf8(doctor(&small).output().unwrap().stdout).unwrap();
-    let (short, fix) = ("tiers.g1 = 16MiB holds 8192 of the 16384 tokens", "fix: set at least 32MiB");
+    let (short, fix) = ("tiers.g1 = 16MiB holds 8192 of the 16384 tokens", "fix: set tiers.g1 to at least 32MiB");
     assert!(text.contains("warning  memory") && text.contains(short) && text.contains(fix), "{text}");
     assert_eq!(data.path().read_dir().unwrap().count(), 1, "nothing is created");
 }

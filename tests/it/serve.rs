@@ -296,6 +296,10 @@ fn startup_errors_name_the_setting_to_change() {
     let data = data.path().to_str().unwrap();
     let error = start_error(&["--data-dir", data, "--listen", &address]);
     assert!(error.contains(&address) && error.contains("--listen"), "{error}");
+    let admin = format!("admin.listen={address}");
+    let error = start_error(&["--model", "tiny", "--data-dir", data, "--listen", "127.0.0.1:0", "--set", &admin]);
+    assert!(error.contains(&address) && error.contains("--set admin.listen="), "{error}");
+    assert!(!error.contains("loading tiny"), "the port is checked before the model is loaded: {error}");
     let common = ["--data-dir", data, "--listen", "127.0.0.1:0", "--model"];
     let error = start_error(&[&common[..], &["no/such/folder"]].concat());
     assert!(error.contains("no/such/folder") && error.contains("tiny"), "{error}");

@@ -135,6 +135,10 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
     assert!(rebalance("prefill:1,decode:1").status.success());
     assert!(!rebalance("2").status.success(), "rebalancing needs prefill and decode workers");
     assert!(replay(&page, &run).0 && std::fs::read_to_string(&page).unwrap().contains(">session</text>"));
+    let mut writing = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    let writing = writing.args(["replay", "--workload", "chat", "--rate", "1", "--write-trace"]).arg(&nowhere);
+    let error = String::from_utf8(writing.output().unwrap().stderr).unwrap();
+    assert!(error.starts_with(&format!("error: --write-trace {}: ", nowhere.display())), "{error}");
 }
 
 #[test]

@@ -138,10 +138,12 @@ pub(crate) async fn no_admin_route(method: Method, uri: Uri) -> Error {
     Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
 }
 
+/// What the port of a worker says to requests of clients.
+pub const WORKER_PORT: &str = "This is the port of a worker for frontends. Clients send requests to a frontend.";
+
 /// The error of an unknown route of a worker.
 pub(crate) async fn no_worker_route(method: Method, uri: Uri) -> Error {
-    let hint = "This is the port of a worker for frontends. Clients send requests to a frontend.";
-    Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
+    Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint: WORKER_PORT }
 }
 
 /// The error of a known route with another method.

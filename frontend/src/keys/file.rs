@@ -139,7 +139,7 @@ impl KeyFile {
         let file: Self = toml::from_str(&text).map_err(|error| {
             // The message alone: the whole error repeats the line, which may have a key in place of its hash.
             let line = error.span().map(|span| 1 + text[..span.start.min(text.len())].matches('\n').count());
-            invalid(line, error.message().to_owned())
+            invalid(line, error.message().replace("a nonzero u32", "a whole number, 1 or more"))
         })?;
         file.check().map_err(|problem| invalid(None, problem))?;
         Ok(file)
@@ -282,7 +282,7 @@ mod tests {
         for (text, parts) in [
             (format!("\n[[keys]]\nname = 'a'\nhash = '{secret}'\n"), ["line 4", "64 hexadecimal digits"]),
             (format!("[[keys]]\nname = 'a'\nhash = '{hash}'\nmodel = 'm'"), ["line 4", "model"]),
-            (format!("[[keys]]\nname = 'a'\nhash = '{hash}'\nrequests_per_minute = 0"), ["line 4", "nonzero"]),
+            (format!("[[keys]]\nname = 'a'\nhash = '{hash}'\nrequests_per_minute = 0"), ["line 4", "1 or more"]),
             (format!("[[keys]]\nname = 'a b'\nhash = '{hash}'"), ["\"a b\"", "letters"]),
             (format!("[[keys]]\nname = 'a'\nhash = '{hash}'\nmodels = []"), ["models = []", "leave it out"]),
             (format!("[[keys]]\nname = 'a'\nhash = '{hash}'\ntenant = 'a b'"), ["tenant", "letters"]),

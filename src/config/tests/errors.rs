@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
-    let cases: [(&str, &[&str]); 27] = [
+    let cases: [(&str, &[&str]); 34] = [
         ("tracing.endpoint=collector:4318", &["tracing.endpoint", "OTLP over HTTP"]),
         ("tracing.endpoint=http://collector:99999", &["tracing.endpoint", "65535", "OTLP over HTTP"]),
         ("tracing.endpoint=http://ann:pass@collector", &["http://***@collector", "tracing.headers_file"]),
@@ -23,12 +23,19 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
         ("log=info", &["log = \"info\"", "expected a table, like {KEY = VALUE}"]),
         ("tiers.g3_5=/mnt/flash", &["tiers.g3_5 = \"/mnt/flash\"", "expected a table, like {KEY = VALUE}"]),
         ("router.models=small", &["router.models = \"small\"", "expected a table, like {KEY = VALUE}"]),
-        ("tiers.compression=5", &["tiers.compression = 5", "one of the values that docs/configuration.md lists"]),
+        ("nats.servers=nats://a:4222", &["expected an array, like [\"nats://a:4222\"]"]),
+        ("frontend.cors_origins=*", &["frontend.cors_origins = \"*\"", "expected an array, like [\"*\"]"]),
+        ("tiers.g3_paths=/mnt/a", &["expected an array, like [{path = \"/mnt/a/kv\", capacity = \"400GiB\"}]"]),
+        ("data_dir=5", &["data_dir = 5", "expected a path"]),
+        ("upstreams=[{url=\"http://a\",block_size=0}]", &["upstreams.0.block_size = 0", "a whole number, 1 or more"]),
+        ("tiers.compression=true", &["tiers.compression = true", "expected one of `off`, `auto`, `always`"]),
+        ("router.planner.mode=false", &["router.planner.mode = false", "expected one of `off`, `recommend`, `apply`"]),
         ("tiers.encryption.keys=5", &["tiers.encryption.keys = 5", "docs/configuration.md"]),
         ("engine.max_prefill_chunk_tokens=0", &["engine.max_prefill_chunk_tokens = 0", "between 1 and"]),
         ("threads=0", &["threads = 0", "auto"]),
         ("frontend.max_body=0", &["frontend.max_body = 0", "expected a size between 1B and 1GiB"]),
         ("frontend.idle_timeout=0", &["frontend.idle_timeout = 0", "expected a duration between"]),
+        ("frontend.max_headers=4KiB", &["frontend.max_headers = \"4KiB\"", "expected a size between 8KiB and 16MiB"]),
         (
             "router.policy={score=[{term=queue},{term=speed}]}",
             &["router.policy.score.1.term = \"speed\" (--set router.policy={score", "`overlap`"],

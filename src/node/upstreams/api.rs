@@ -7,9 +7,9 @@ use upstream::{ApiDescription, SaltedEndpoints};
 use worker::engine::EndpointKind;
 
 /// Why a server without salts gets no requests of tenants.
-const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but the server's \
-    /openapi.json has no field cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" \
-    if the server has the field all the same, \"off\" if tenants may share the cache";
+pub(super) const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but \
+    the server's /openapi.json has no field cache_salt, so tenants would share its cache; set cache_salt in \
+    [[upstreams]]: \"on\" if the server has the field all the same, \"off\" if tenants may share the cache";
 
 /// The API of a server.
 pub(super) struct Api {

@@ -25,6 +25,12 @@ async fn tenants_are_served_by_a_server_that_takes_salts_only() {
     assert!(sent["cache_salt"].is_string(), "{sent}");
 }
 
+#[test]
+fn what_to_change_for_a_server_without_salts_fits_into_ready() {
+    let problem = format!("upstream http://vllm-0.vllm.models.svc:8000/ cannot be used: {}", api::NO_SALTS);
+    assert!(problem.chars().count() <= crate::node::health::MAX_PROBLEM_CHARS, "{problem}");
+}
+
 #[tokio::test]
 async fn without_tenants_no_salt_is_refused() {
     let server = any_server().await;

@@ -43,6 +43,12 @@ pub(super) fn options(credentials: &Credentials) -> Result<ConnectOptions, Conne
     }))
 }
 
+/// Checks that the file has usable credentials. Blocks while it reads the file.
+pub(super) fn check(credentials: &Credentials) -> Result<(), ConnectError> {
+    let Some(path) = credentials.file() else { return Ok(()) };
+    CredentialsFile::open(credentials.clone(), path.to_owned()).map(drop)
+}
+
 impl CredentialsFile {
     /// Fails if the file has no usable credentials: at the start there are no former ones.
     fn open(credentials: Credentials, path: PathBuf) -> Result<Self, ConnectError> {

@@ -1,6 +1,6 @@
 //! Settings of the connection to NATS.
 
-use super::ConnectError;
+use super::{ConnectError, credentials, tls};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -138,6 +138,13 @@ impl Settings {
             return Some(("lease", "expected whole seconds, at least 2"));
         }
         None
+    }
+
+    /// Checks the files of credentials and of TLS, as a connection does. Blocks while it reads them.
+    pub fn check_files(&self) -> Result<(), ConnectError> {
+        credentials::check(&self.credentials)?;
+        let checked = self.tls.as_ref().map_or(Ok(()), tls::check_files);
+        checked.map_err(|error| ConnectError::TlsFile(error.to_string()))
     }
 
     pub(super) fn check(&self) -> Result<(), ConnectError> {

@@ -33,7 +33,8 @@ pub(super) fn files(tls: &Tls) -> Vec<(&'static str, &Path)> {
     files
 }
 
-fn check_files(Tls { ca_file, client }: &Tls) -> Result<(), TlsError> {
+/// As [`check`]. Blocks while it reads the files.
+pub(super) fn check_files(Tls { ca_file, client }: &Tls) -> Result<(), TlsError> {
     if let Some(path) = ca_file {
         NamedFile { key: CA_FILE, path: path.clone() }.check_authorities()?;
     }
