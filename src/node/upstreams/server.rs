@@ -110,6 +110,8 @@ struct RegisteredModel {
 struct ModelFacts {
     /// The model that it is an adapter of.
     parent: Option<String>,
+    /// The model that it is a further name of.
+    name_of: Option<String>,
     context: usize,
     /// The events of the server are those of this model, or of one that it is an adapter of.
     gets_events: bool,
@@ -271,9 +273,9 @@ impl Server {
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let names = if publishes { names_of_first(&answer.models) } else { Vec::new() };
         let with_facts = answer.models.into_iter().map(|ListedModel { card, .. }| {
-            let parent = card.parent.clone();
+            let (parent, name_of) = (card.parent.clone(), card.name_of.clone());
             let gets_events = publishes && (parent.is_some() || names.contains(&card.id));
-            let facts = ModelFacts { parent, context: card.context, gets_events };
+            let facts = ModelFacts { parent, name_of, context: card.context, gets_events };
             (card, facts)
         });
         let listed: Vec<(ModelCard, ModelFacts)> = with_facts.collect();
