@@ -105,12 +105,18 @@ async fn an_alias_in_a_form_is_replaced() {
         let file = field("name=\"file\"; filename=\"a.wav\"", "RIFF chat");
         format!("{}{file}--b--\r\n", field("name=\"model\"", model))
     };
-    for (named, sent) in [("chat", "org/m"), ("org/m", "org/m"), ("other", "other")] {
+    let post = async |model: &str| {
         let request = gateway.http.post(format!("{}/v1/audio/transcriptions", gateway.url));
-        let request = request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(named));
-        assert_eq!(request.send().await.unwrap().status(), 200);
-        assert_eq!(completions(&server).last().unwrap().body, form(sent), "{named}");
+        request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(model)).send().await.unwrap()
+    };
+    for named in ["chat", "org/m"] {
+        assert_eq!(post(named).await.status(), 200);
+        assert_eq!(completions(&server).last().unwrap().body, form("org/m"), "{named}");
     }
+    let unknown = post("other").await;
+    assert_eq!(unknown.status(), 404);
+    let unknown: Value = unknown.json().await.unwrap();
+    assert_eq!((&unknown["error"]["code"], completions(&server).len()), (&json!("model_not_found"), 2));
 }
 
 #[tokio::test]
