@@ -191,6 +191,7 @@ impl UpstreamEngine {
             | RelayError::Full(_)
             | RelayError::Refused(_)
             | RelayError::Http2Only
+            | RelayError::PathTooLong(_)
             | RelayError::Malformed(_)
             | RelayError::BrokenOff(_)
             | RelayError::Unfinished => false,
@@ -498,6 +499,7 @@ fn error_of(error: RelayError) -> Error {
         // It says that it takes no request now, not that it has failed.
         RelayError::Full(_) | RelayError::Refused(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
+        RelayError::PathTooLong(_) => Error::Relayed(Arc::new(error_response::path_too_long(&error.to_string()))),
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Malformed(why) => Error::Relayed(Arc::new(error_response::malformed(&why))),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response::of(*answer))),

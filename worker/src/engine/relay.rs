@@ -279,8 +279,8 @@ pub struct ErrorResponse {
     pub body: Bytes,
     /// What the response says about the server that sent it.
     pub kind: ErrorKind,
-    /// What is wrong with the server's answer, if the gateway made this response in its place. It has no text of a
-    /// prompt, so it is for the log.
+    /// What is wrong with the server's answer, or why there is none, if the gateway made this response in its place. It
+    /// has no text of a prompt, so it is for the log.
     pub replaces: Option<Box<str>>,
 }
 
