@@ -11,7 +11,7 @@ mod freed;
 use crate::admission::Admission;
 use crate::fleet::{CacheView, EstimateReason, Fleet, Worker, reachable_stores};
 use crate::index::{Holder, Index};
-use crate::metrics::Metrics;
+use crate::telemetry::Metrics;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
 use freed::FreedBlocks;
 use futures::StreamExt;
