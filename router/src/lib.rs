@@ -14,9 +14,9 @@
 //! ```
 //!
 //! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a
-//! request); `state`, which they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a
-//! file, or a file and a folder of its name, of which the file declares what others may use; `tests/it/layers.rs` has a
-//! table of the allowed imports.
+//! request); `state`, which they share; `admission`, `telemetry`, `policy`, `booking`, `fleet`, `load`, `index`,
+//! `config` and `hash`. A room is a file and a folder of its name, of which the file declares what others may use;
+//! `tests/it/layers.rs` has a table of the allowed imports.
 //!
 //! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. It reads no block
 //! and knows no protocol: block hashes arrive in events, and requests are passed on unchanged. `policy` is pure.
@@ -39,31 +39,26 @@
 
 mod admission;
 mod booking;
+mod config;
 mod control;
 mod dispatch;
 mod fleet;
 mod hash;
 pub mod index;
 mod load;
-mod metrics;
 mod policy;
-mod problem;
 pub mod replay;
 mod router;
-mod settings;
-mod slo;
 mod state;
-mod trace;
+mod telemetry;
 
 #[cfg(test)]
 mod tests;
 
 pub use admission::{LateRequests, Settings as Admission, Tenant};
+pub use config::{Problem, Quantity, Slo};
 pub use policy::planner::{Mode as PlannerMode, Outlook, PlanStatus, Settings as PlannerSettings};
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
-pub use problem::{Problem, Quantity};
 pub use router::{IndexedEvents, NoSuchWorker, Outstanding, Router, WorkerStatus};
-pub use settings::{Overrides, Settings};
-pub use slo::Slo;
-pub use state::Error;
-pub use trace::Line as Recorded;
+pub use state::{Error, Overrides, Settings};
+pub use telemetry::Line as Recorded;

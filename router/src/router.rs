@@ -14,8 +14,7 @@ pub use digests::IndexedEvents;
 pub use outstanding::Outstanding;
 
 use crate::policy::planner::PlanStatus;
-use crate::settings::Settings;
-use crate::state::{Core, Error};
+use crate::state::{Core, Error, Settings};
 use std::fmt;
 use std::sync::Arc;
 use tokio_util::sync::{CancellationToken, DropGuard};

@@ -2,17 +2,20 @@
 //!
 //! It uses neither of these rooms, and they do not use each other. What needs a few parts of it takes these parts.
 
+mod settings;
+
+pub(crate) use settings::ResolvedSettings;
+pub use settings::{Overrides, Settings};
+
 use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, PrefixCopies, ReplicaOutbox};
 use crate::fleet::{FailedRequests, Fleet};
 use crate::hash::{HashCache, splitmix64};
 use crate::index::{Index, NoAddresses};
 use crate::load::Traffic;
-use crate::metrics::Metrics;
 use crate::policy::Scratch;
 use crate::policy::planner::PlanStatus;
-use crate::settings::{ResolvedSettings, Settings};
-use crate::trace::Recorder;
+use crate::telemetry::{Metrics, Recorder};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};

@@ -17,7 +17,7 @@ mod retries;
 mod trace_file;
 mod worker_health;
 
-use crate::settings::Settings;
+use crate::state::Settings;
 use harness::{BLOCK, Harness};
 use worker::engine::{Error, Request};
 

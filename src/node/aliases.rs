@@ -152,6 +152,7 @@ impl Aliased {
         let card = Arc::new(ModelCard {
             id: name.to_owned(),
             parent: None,
+            name_of: None,
             context: deployed.iter().map(|card| card.context).max().unwrap_or(first.context),
             // Tokens of another model would find none of its blocks.
             tokenizer: first.tokenizer.clone().filter(|_| same_tokenizer),

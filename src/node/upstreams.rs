@@ -9,18 +9,18 @@
 //! was removed or changed, and for an address that a name no longer has.
 
 mod api;
-mod estimated;
 mod ids;
 mod listed;
+mod registration_log;
 mod server;
 
 use super::aliases::{Aliases, IncompleteLog};
 use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
-use estimated::Estimated;
 use frontend::Tokenizers;
 use http::HeaderValue;
 use parking_lot::Mutex;
+use registration_log::{Facts, RegistrationLog};
 use server::Server;
 pub(crate) use server::{START_SGLANG, START_VLLM};
 use std::collections::{BTreeMap, HashMap};
@@ -72,8 +72,8 @@ struct Shared {
     problems: Mutex<BTreeMap<ServerKey, String>>,
     /// The caches whose KV events are followed, for `/ready`.
     caches: Mutex<Vec<Weak<CacheEvents>>>,
-    /// Servers without KV events that the log does not name yet.
-    estimated: Estimated,
+    /// Registered servers that the log does not name yet.
+    registration_log: RegistrationLog,
     tasks: TaskTracker,
     abort: CancellationToken,
 }
@@ -93,7 +93,7 @@ struct Intervals {
     /// Between checks of a server that has answered. A server needs longer to restart with another model, and a check
     /// is three small requests that its engine does not see.
     recheck: Duration,
-    /// For which servers without KV events are collected before the log names them. A fleet answers within seconds.
+    /// For which registered servers are collected before the log names them. A fleet answers within seconds.
     collect: Duration,
 }
 
@@ -161,7 +161,7 @@ impl Upstreams {
             known,
             problems: Mutex::default(),
             caches: Mutex::default(),
-            estimated: Estimated::default(),
+            registration_log: RegistrationLog::default(),
             tasks,
             abort: abort_all,
         };
@@ -324,13 +324,13 @@ impl Shared {
         caches.push(Arc::downgrade(cache));
     }
 
-    /// Has the log name a server without KV events, together with others that are found soon.
-    fn log_estimated(self: &Arc<Self>, server: String, remedy: &'static str) {
-        if self.estimated.add(server, remedy) {
+    /// Has the log name a registered server, together with others that are registered soon.
+    fn log_registered(self: &Arc<Self>, server: String, facts: Facts) {
+        if self.registration_log.add(server, facts) {
             let shared = Arc::clone(self);
             self.spawn(async move {
                 sleep(shared.intervals.collect).await;
-                shared.estimated.log();
+                shared.registration_log.log();
             });
         }
     }
@@ -400,7 +400,7 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 for addresses in changes.added {
                     let one = stop.child_token();
                     running.insert(addresses[0], one.clone());
-                    tracing::info!(upstream = url, ?addresses, "a server of the name was found");
+                    tracing::debug!(upstream = url, ?addresses, "a server of the name was found");
                     shared.spawn(Server::new(Arc::clone(&shared), upstream.clone(), addresses).run(one));
                 }
                 for address in changes.removed {

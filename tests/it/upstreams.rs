@@ -68,13 +68,18 @@ impl Gateway {
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}", node.address());
         let gateway = Self { node, url, http: client() };
-        let all_registered = async {
-            while gateway.metric("blockyard_router_workers") < servers {
+        gateway.has_workers(servers).await;
+        gateway
+    }
+
+    /// Waits until the router has this many workers, or more.
+    async fn has_workers(&self, workers: usize) {
+        let are_registered = async {
+            while self.metric("blockyard_router_workers") < workers {
                 sleep(Duration::from_millis(10)).await;
             }
         };
-        tokio::time::timeout(TIMEOUT, all_registered).await.expect("all servers are registered");
-        gateway
+        tokio::time::timeout(TIMEOUT, are_registered).await.expect("all servers are registered");
     }
 
     async fn post(&self, path: &str, body: &str) -> reqwest::Response {

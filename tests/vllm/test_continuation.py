@@ -85,7 +85,8 @@ class Streams:
 def test_greedy_streams_of_a_killed_server_have_the_text_without_the_failure(folder, engines):
     config = folder / "continue.toml"
     tables = (f"[[upstreams]]\nurl = {json.dumps(engine.url)}\ncontinue_streams = true\n" for engine in engines)
-    config.write_text("\n".join(tables))
+    # The log names the workers of the servers.
+    config.write_text("\n".join(['log.filter = "info,router=debug"', *tables]))
     gateway = serve(folder, "--config", config, model=None)
     client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0, timeout=120)
     try:

@@ -123,7 +123,7 @@ impl CacheEvents {
             tracing::warn!(upstream = %cache.server, ranks = sources.len(), "only {MAX_RANKS} ranks are followed");
         }
         for (rank, source) in sources.into_iter().take(MAX_RANKS).enumerate() {
-            tracing::info!(upstream = %cache.server, rank, publisher = %source.live, "following kv events");
+            tracing::debug!(upstream = %cache.server, rank, publisher = %source.live, "following kv events");
             ranks.spawn(run(source, Rank::new(Arc::clone(&cache), rank)));
         }
         match ranks.join_next().await {

@@ -35,12 +35,13 @@ use worker::plane::Load;
 const WITH_STREAM_OPTIONS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/invocations"];
 
 /// Endpoints of which it is known how their streams end. At others any end of a body is the end of the stream.
-const WITH_KNOWN_END: [&str; 9] = [
+const WITH_KNOWN_END: [&str; 10] = [
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/cohere/v2/chat",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/generate",
@@ -48,7 +49,8 @@ const WITH_KNOWN_END: [&str; 9] = [
 ];
 
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
-const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
+const WITH_RANK: [&str; 5] =
+    ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/cohere/v2/chat"];
 
 /// Endpoints that need no model in a request to the gateway if it serves one, or if the key allows one. The server may
 /// have others, of which it would choose its first.
@@ -191,6 +193,7 @@ impl UpstreamEngine {
             | RelayError::Full(_)
             | RelayError::Refused(_)
             | RelayError::Http2Only
+            | RelayError::PathTooLong(_)
             | RelayError::Malformed(_)
             | RelayError::BrokenOff(_)
             | RelayError::Unfinished => false,
@@ -498,6 +501,7 @@ fn error_of(error: RelayError) -> Error {
         // It says that it takes no request now, not that it has failed.
         RelayError::Full(_) | RelayError::Refused(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
+        RelayError::PathTooLong(_) => Error::Relayed(Arc::new(error_response::path_too_long(&error.to_string()))),
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Malformed(why) => Error::Relayed(Arc::new(error_response::malformed(&why))),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response::of(*answer))),

@@ -17,32 +17,11 @@ mod sglang;
 
 use crate::ask::{Page, page};
 use crate::kv_events::{Endpoint, EndpointError, Source};
+use crate::program::Program;
 use crate::relay::client::Client;
 use http::HeaderValue;
 use serde_json::Value;
 use std::num::NonZero;
-
-/// The program that a server is, as far as programs differ in where they say this and in how they render prompts.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Program {
-    /// vLLM.
-    Vllm,
-    /// SGLang: it says this in `/server_info`.
-    Sglang,
-    /// Another one, which may have the pages of vLLM.
-    Other,
-}
-
-impl Program {
-    /// The program that lists its models with this owner.
-    pub fn of_owner(owner: Option<&str>) -> Self {
-        match owner {
-            Some("vllm") => Self::Vllm,
-            Some("sglang") => Self::Sglang,
-            _ => Self::Other,
-        }
-    }
-}
 
 /// What a server says of its KV events.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -75,7 +75,8 @@ pub(super) fn model(state: &AppState, context: &RequestContext, id: &str) -> Res
 }
 
 /// The model of a request that names none, which vLLM takes for one for its own model: the only relayed one, without
-/// counting its adapters and aliases. `None` if there are others, or the key may use some models only.
+/// counting its adapters, its further names and aliases. `None` if there are others, or the key may use some models
+/// only.
 pub(super) fn only_model(state: &AppState, context: &RequestContext) -> Option<Arc<ModelCard>> {
     if context.key().is_some_and(|key| key.has_models()) {
         return None;
@@ -83,8 +84,9 @@ pub(super) fn only_model(state: &AppState, context: &RequestContext) -> Option<A
     let conversation = Conversation { request: &context.id, tenant: "", session: None, served_by: None, body: &[] };
     let is_alias = |card: &Arc<ModelCard>| state.engine.resolve(&card.id, &conversation).is_some();
     let cards = state.engine.models();
-    let mut own = cards.iter().filter(|card| card.parent.is_none() && !is_alias(card));
-    own.next().filter(|card| card.is_relayed && own.next().is_none()).cloned()
+    let own = || cards.iter().filter(|card| card.parent.is_none() && !is_alias(card));
+    let only = own().find(|card| card.name_of.is_none()).or_else(|| own().next())?;
+    (only.is_relayed && own().all(|card| card.first_name() == only.first_name())).then(|| Arc::clone(only))
 }
 
 /// The tenant: that of the key, else the one that a trusted proxy names; empty if there is none.

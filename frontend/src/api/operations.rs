@@ -96,7 +96,7 @@ pub(crate) struct ModelObject {
     object: &'static str,
     created: u64,
     owned_by: &'static str,
-    /// The base model: always itself.
+    /// The model that it is a further name of, else itself.
     root: String,
     parent: Option<String>,
     /// Maximum number of prompt and output tokens together; `None` if the server of the model does not say it.
@@ -157,7 +157,7 @@ fn model_object(card: &ModelCard) -> ModelObject {
         object: "model",
         created: card.created,
         owned_by: "blockyard",
-        root: card.id.clone(),
+        root: card.first_name().to_owned(),
         parent: card.parent.clone(),
         max_model_len: Some(card.context).filter(|context| *context != UNKNOWN_CONTEXT),
     }

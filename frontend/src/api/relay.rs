@@ -233,17 +233,15 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     let mut contents = permit.scan(move || Contents::read(&media_type, &unparsed)).await?;
     let model = match &mut contents {
         Contents::Json(fields) => caller::named_model(&context, fields)?,
-        Contents::Form(_) | Contents::Other => None,
+        Contents::Form(form) => Some(form.name.clone()),
+        Contents::Other => None,
     };
-    let card = match (model, &contents) {
-        (Some(id), _) => caller::model(&state, &context, &id)?,
-        // The engine may read another model from a form or a path than this program.
-        _ if is_limited => return Err(Error::ModelNotNamed),
-        (None, Contents::Form(form)) => {
-            Arc::clone(relayed.iter().find(|card| card.id == form.name).unwrap_or(&relayed[0]))
-        }
+    let card = match model {
+        Some(id) => caller::model(&state, &context, &id)?,
+        // The engine may read another model from a path than this program.
+        None if is_limited => return Err(Error::ModelNotNamed),
         // Requests that name no model say nothing that depends on one, but may name an object of a server.
-        (None, _) => {
+        None => {
             let tenant = caller::tenant(&state, &context, &parts.headers)?;
             let place = stored::place(&state.stored_objects, &tenant, parts.uri.path(), &contents);
             let of_object = |card: &&Arc<ModelCard>| place.as_ref().is_some_and(|place| *place.model == *card.id);

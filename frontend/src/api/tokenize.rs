@@ -77,12 +77,11 @@ async fn with_model<T: Serialize + Send + 'static>(
     let unparsed = bytes.clone();
     let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
     let served = caller::models(state, &context);
-    let id = match (caller::named_model(&context, &mut fields)?, &served[..]) {
-        (Some(id), _) => id,
-        (None, [only]) => only.id.clone(),
-        (None, _) => return Err(fields.missing("model")),
+    let card = match (caller::named_model(&context, &mut fields)?, &served[..]) {
+        (Some(id), _) => caller::model(state, &context, &id)?,
+        (None, [only]) => Arc::clone(only),
+        (None, _) => caller::only_model(state, &context).ok_or_else(|| fields.missing("model"))?,
     };
-    let card = caller::model(state, &context, &id)?;
     if card.is_relayed {
         let incoming = Incoming::read(state, &card, parts, bytes, Contents::Json(fields), permit).await?;
         return relay::respond(state, incoming, card).await;

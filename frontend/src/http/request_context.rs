@@ -468,7 +468,7 @@ fn begin_trace(tracer: &Tracer, request: &Request, id: &Arc<str>) -> spans::Span
 /// The name that OpenTelemetry's conventions of generative AI have for an endpoint.
 fn operation(path: &str) -> Option<&'static str> {
     match path {
-        "/v1/chat/completions" | "/v1/messages" | "/v1/responses" => Some("chat"),
+        "/v1/chat/completions" | "/v1/messages" | "/v1/responses" | "/cohere/v2/chat" => Some("chat"),
         "/v1/completions" => Some("text_completion"),
         "/v1/embeddings" => Some("embeddings"),
         _ => None,

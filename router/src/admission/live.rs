@@ -6,7 +6,7 @@ use super::settings::Settings;
 use super::ticket::QueuedRequest;
 use crate::fleet::Fleet;
 use crate::hash::NumberMap;
-use crate::metrics::Metrics;
+use crate::telemetry::Metrics;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};

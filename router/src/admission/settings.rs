@@ -1,6 +1,6 @@
 //! The `[router.admission]` section of the configuration.
 
-use crate::problem::Problem;
+use crate::config::Problem;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;

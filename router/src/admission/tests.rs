@@ -1,8 +1,8 @@
 //! Admission with a whole router over fake workers that compute a thousand prompt tokens per second, on a paused clock.
 
 use super::settings::{LateRequests, Settings as Limits, Tenant};
-use crate::settings::Settings;
-use crate::slo::Slo;
+use crate::config::Slo;
+use crate::state::Settings;
 use crate::tests::harness::{Behaviour, FakeEngine, Harness, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;

@@ -11,7 +11,7 @@ mod freed;
 use crate::admission::Admission;
 use crate::fleet::{CacheView, EstimateReason, Fleet, Worker, reachable_stores};
 use crate::index::{Holder, Index};
-use crate::metrics::Metrics;
+use crate::telemetry::Metrics;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
 use freed::FreedBlocks;
 use futures::StreamExt;
@@ -168,7 +168,12 @@ impl Feed {
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
         let (source, holder) = (Source::Worker(instance.id), Holder::Worker(instance.id));
         let (role, model, address) = (instance.role, &instance.model.id, engine.address());
-        tracing::info!(worker = %instance.id, %role, %model, address = address.as_deref(), "worker joined");
+        if instance.model.is_relayed {
+            // What registers the servers of other programs logs them, all that are alike in one line.
+            tracing::debug!(worker = %instance.id, %model, address = address.as_deref(), "worker joined");
+        } else {
+            tracing::info!(worker = %instance.id, %role, %model, address = address.as_deref(), "worker joined");
+        }
         let slot = self.index.join(instance.id, &instance.stores);
         // A rejoin of the same epoch keeps its load: its requests are still running. A known cursor does not show that
         // the worker has joined before: events may arrive before its join, and before the end of its former epoch.
@@ -209,10 +214,13 @@ impl Feed {
 
     fn left(&mut self, id: WorkerId, epoch: Epoch) {
         // The end of a former epoch must not remove a worker that has rejoined.
-        if self.fleet.snapshot().get(id).is_none_or(|worker| worker.instance.epoch != epoch) {
-            return;
+        let worker = self.fleet.snapshot().get(id).filter(|worker| worker.instance.epoch == epoch).cloned();
+        let Some(worker) = worker else { return };
+        if worker.instance.model.is_relayed {
+            tracing::debug!(worker = %id, "worker left");
+        } else {
+            tracing::info!(worker = %id, "worker left");
         }
-        tracing::info!(worker = %id, "worker left");
         self.fleet.leave(id);
         self.admission.notify();
         self.followed.remove(&Source::Worker(id));

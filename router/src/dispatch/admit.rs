@@ -3,9 +3,9 @@
 use super::place::{Placement, place};
 use crate::admission::{Permit, QueuedRequest, Resolution, Route, Ticket};
 use crate::booking::Booking;
-use crate::metrics::GaugeGuard;
 use crate::policy::explain;
 use crate::state::Core;
+use crate::telemetry::GaugeGuard;
 use spans::Kind;
 use std::sync::Arc;
 use tokio::sync::oneshot;
@@ -178,7 +178,7 @@ fn queued_request(
 
 #[cfg(test)]
 mod tests {
-    use crate::settings::Settings;
+    use crate::state::Settings;
     use crate::tests::harness::{Harness, prompt, settle};
     use std::sync::Arc;
     use worker::plane::{Load, Role};

@@ -8,7 +8,7 @@ use crate::booking::Booking;
 use crate::fleet::{Fleet, FleetSnapshot, HealthSignal, Worker, WorkerRun};
 use crate::load::{ModelStats, OutputEnd};
 use crate::state::Core;
-use crate::trace::RequestTrace;
+use crate::telemetry::RequestTrace;
 use futures::{StreamExt, future, stream};
 use spans::{Kind, Span};
 use std::sync::Arc;

@@ -11,7 +11,7 @@ use crate::policy::{
     explain,
 };
 use crate::state::Core;
-use crate::trace::Line;
+use crate::telemetry::Line;
 use kvbm::Level;
 use spans::{Kind, Span};
 use std::sync::Arc;

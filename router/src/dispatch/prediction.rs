@@ -6,8 +6,8 @@
 use crate::booking::InflightPrefixes;
 use crate::fleet::{CacheView, Worker};
 use crate::index::Index;
-use crate::metrics::Metrics;
 use crate::policy::{Decision, Overlaps, ScoredWorker, ServingMode};
+use crate::telemetry::Metrics;
 use kvbm::SequenceHash;
 use std::sync::Arc;
 use tokio::time::Instant;

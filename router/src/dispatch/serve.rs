@@ -8,7 +8,7 @@ use super::send::FirstOutput;
 use crate::admission::Permit;
 use crate::fleet::{HealthSignal, Worker};
 use crate::state::Core;
-use crate::trace::RequestTrace;
+use crate::telemetry::RequestTrace;
 use futures::StreamExt;
 use spans::LogLimit;
 use std::sync::Arc;

@@ -4,9 +4,9 @@
 
 use super::cost::Cost;
 use super::prompt::Prompt;
+use crate::config::Problem;
 use crate::index::WorkerOverlap;
 use crate::load::{LoadStats, ServiceEstimate};
-use crate::problem::Problem;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};

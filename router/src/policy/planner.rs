@@ -21,8 +21,7 @@ mod plan;
 pub(crate) use plan::Plan;
 pub use plan::{Outlook, PlanStatus};
 
-use crate::problem::Problem;
-use crate::slo::Slo;
+use crate::config::{Problem, Slo};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;

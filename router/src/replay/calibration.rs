@@ -20,7 +20,7 @@ mod timeline;
 mod tests;
 
 use super::profile::{Profile, Store};
-use crate::trace::Line;
+use crate::telemetry::Line;
 use kvbm::Level;
 use std::collections::BTreeMap;
 use timeline::{Prompts, Sums, Timeline};

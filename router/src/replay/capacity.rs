@@ -7,7 +7,7 @@ use super::simulation::{RunError, Simulation};
 use super::trace::{BLOCK_TOKENS, Trace};
 use super::traffic::Traffic;
 use crate::policy::Policy;
-use crate::settings::Settings;
+use crate::state::Settings;
 use std::collections::HashSet;
 
 /// The service of a fleet at a rate, in seconds.

@@ -4,7 +4,7 @@ use super::baselines::Peer;
 use super::profile::Profile;
 use super::results::Slo;
 use crate::policy::Policy;
-use crate::settings::Settings;
+use crate::state::Settings;
 use std::num::NonZero;
 use std::time::Duration;
 use worker::plane::Role;

@@ -1,10 +1,10 @@
 //! The planner in a replay: the code and interval of the live one, in virtual time.
 
+use crate::config::Slo;
 use crate::control::rebalance::{Controller, INTERVAL};
 use crate::fleet::Worker;
 use crate::load::Totals;
 use crate::policy::planner::{Outlook, Plan, RoleChange, Settings, Targets};
-use crate::slo::Slo;
 use serde::Serialize;
 use std::sync::Arc;
 use tokio::time::Instant;

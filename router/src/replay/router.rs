@@ -20,7 +20,7 @@ use crate::policy::planner::RoleChange;
 use crate::policy::{
     Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
 };
-use crate::settings::{ResolvedSettings, Settings};
+use crate::state::{ResolvedSettings, Settings};
 use feed::Feed;
 use kvbm::{Epoch, Level, SequenceHash};
 use std::iter;

@@ -3,7 +3,7 @@ mod hot_prefixes;
 use super::*;
 use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
-use crate::settings::Settings;
+use crate::state::Settings;
 use std::num::NonZero;
 use std::time::Duration;
 use worker::plane::Role;

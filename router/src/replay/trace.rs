@@ -4,7 +4,7 @@
 //! and the `max_tokens` of each request; other fields are ignored.
 
 use crate::hash::splitmix64;
-use crate::trace::UNIT_TOKENS;
+use crate::telemetry::UNIT_TOKENS;
 use kvbm::SequenceHash;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};

@@ -3,7 +3,7 @@
 use super::harness::{BLOCK, Harness, card, names, prompt, settle};
 use crate::hash::splitmix64;
 use crate::policy::Policy;
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, stream};
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};

@@ -3,7 +3,7 @@
 use super::defaults;
 use super::harness::{MODEL, prompt, settle};
 use crate::router::NoSuchWorker;
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::StreamExt;
 use std::time::Duration;
 use worker::engine::{Engine, Error, Readiness};

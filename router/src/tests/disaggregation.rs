@@ -3,7 +3,7 @@
 use super::harness::{Behaviour, FakeEngine, Harness, PrefillEnd, names, prompt, settle, stored};
 use super::{defaults, failed};
 use crate::policy::Disaggregation;
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::StreamExt;
 use kvbm::Level;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Servers of one model with different endpoints, and servers that choose the rank of a request themselves.
 
 use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, relayed, settle};
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::future::BoxFuture;
 use kvbm::Domain;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use super::harness::{BLOCK, Harness, MODEL, names, prompt, settle, stored};
 use super::{cached_blocks, defaults};
 use crate::index::Holder;
-use crate::settings::Settings;
+use crate::state::Settings;
 use kvbm::{BlockEvent, Epoch, EventLog, Level};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;

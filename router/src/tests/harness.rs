@@ -1,7 +1,7 @@
 //! A router over the local planes, with engines whose behaviour a test controls.
 
 use crate::Router;
-use crate::settings::Settings;
+use crate::state::Settings;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};

@@ -3,7 +3,7 @@
 use super::harness::{Behaviour, Harness, MODEL, SPEED, names, prompt, settle, stored};
 use super::{defaults, failed};
 use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::StreamExt;
 use kvbm::Level;
 use std::time::Duration;

@@ -3,7 +3,7 @@
 use super::defaults;
 use super::harness::{Harness, MODEL, card, names, prompt, settle, stored};
 use crate::policy::Policy;
-use crate::settings::{Overrides, Settings};
+use crate::state::{Overrides, Settings};
 use futures::StreamExt;
 use futures::future::join_all;
 use kvbm::Level;

@@ -2,7 +2,7 @@
 
 use super::defaults;
 use super::harness::{BLOCK, FakeEngine, Harness, names, prompt, settle, stored};
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::future::join_all;
 use kvbm::Level;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 use super::failed;
 use super::harness::{Harness, MODEL, card, prompt, relayed, settle};
-use crate::settings::Settings;
+use crate::state::Settings;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt, stream};

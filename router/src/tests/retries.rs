@@ -3,7 +3,7 @@
 use super::harness::{Behaviour, FakeEngine, MODEL, card, prompt, relayed, settle};
 use super::{defaults, failed};
 use crate::Router;
-use crate::settings::Settings;
+use crate::state::Settings;
 use futures::future::{BoxFuture, join_all};
 use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};

@@ -2,7 +2,7 @@
 //!
 //! Each becomes a worker of the router, so the list of one server is limited, whatever the server says.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use upstream::ListedModel;
 
 /// Maximum number of models of one server: its model and its adapters, of which servers hold some hundreds. Each is a
@@ -48,7 +48,8 @@ impl LeftOut {
     }
 }
 
-/// The models that are registered, each once, in the order of the list, and how many others it has.
+/// The models that are registered, each once, in the order of the list, and how many others it has. vLLM lists each
+/// `--served-model-name` as a model with the same `root`, so such a model is a name of the first one with its root.
 pub(super) fn to_register(listed: Vec<ListedModel>) -> (Vec<ListedModel>, LeftOut) {
     let count = listed.len();
     let mut models: Vec<_> = listed.into_iter().filter(|model| is_valid(&model.card.id)).collect();
@@ -57,15 +58,22 @@ pub(super) fn to_register(listed: Vec<ListedModel>) -> (Vec<ListedModel>, LeftOu
     models.retain(|model| ids.insert(model.card.id.clone()));
     let beyond = models.len().saturating_sub(MAX_MODELS);
     models.truncate(MAX_MODELS);
+    let mut first_with: HashMap<String, String> = HashMap::new();
+    for ListedModel { card, root, .. } in models.iter_mut().filter(|model| model.card.parent.is_none()) {
+        let Some(root) = root else { continue };
+        match first_with.get(root) {
+            Some(first) => card.name_of = Some(first.clone()),
+            None => drop(first_with.insert(root.clone(), card.id.clone())),
+        }
+    }
     (models, LeftOut { invalid, beyond })
 }
 
-/// The names of the first model that is no adapter, its own first: vLLM lists each `--served-model-name` as a model
-/// with the same `root`. They share one cache and one stream of KV events.
+/// The names of the first model that is no adapter, its own first. They share one cache and one stream of KV events.
 pub(super) fn names_of_first(models: &[ListedModel]) -> Vec<String> {
     let mut bases = models.iter().filter(|model| model.card.parent.is_none());
     let Some(first) = bases.next() else { return Vec::new() };
-    let further = bases.filter(|model| first.root.is_some() && model.root == first.root);
+    let further = bases.filter(|model| model.card.name_of.as_ref() == Some(&first.card.id));
     std::iter::once(first).chain(further).take(MAX_NAMES).map(|model| model.card.id.clone()).collect()
 }
 
@@ -109,21 +117,25 @@ mod tests {
     #[test]
     fn models_with_the_same_root_are_names_of_one() {
         let (path, other) = (Some("/srv/m"), Some("/srv/n"));
-        let models = [
-            listed("adapter", path, Some("m")),
-            listed("m", path, None),
-            listed("n", other, None),
-            listed("m-latest", path, None),
-            listed("x", None, None),
-        ];
-        assert_eq!(names_of_first(&models), ["m", "m-latest"]);
-        assert_eq!(
-            names_of_first(&[listed("a", None, None), listed("b", None, None)]),
-            ["a"],
-            "they may be different models"
-        );
-        assert_eq!(names_of_first(&models[..1]), [""; 0]);
+        let names = |listed: Vec<ListedModel>| names_of_first(&to_register(listed).0);
+        let models = || {
+            vec![
+                listed("adapter", path, Some("m")),
+                listed("m", path, None),
+                listed("n", other, None),
+                listed("m-latest", path, None),
+                listed("x", None, None),
+                listed("n-latest", other, None),
+            ]
+        };
+        let (registered, _) = to_register(models());
+        let name_of: Vec<_> = registered.iter().map(|model| model.card.name_of.as_deref()).collect();
+        assert_eq!(name_of, [None, None, None, Some("m"), None, Some("n")]);
+        assert_eq!(names(models()), ["m", "m-latest"]);
+        let without_root = vec![listed("a", None, None), listed("b", None, None)];
+        assert_eq!(names(without_root), ["a"], "they may be different models");
+        assert_eq!(names(vec![listed("adapter", path, Some("m"))]), [""; 0]);
         let many: Vec<_> = (0..20).map(|nth| listed(&format!("m{nth}"), path, None)).collect();
-        assert_eq!(names_of_first(&many).len(), MAX_NAMES);
+        assert_eq!(names(many).len(), MAX_NAMES);
     }
 }

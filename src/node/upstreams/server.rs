@@ -19,6 +19,7 @@
 use super::api::Api;
 use super::ids::worker_id;
 use super::listed::{LeftOut, names_of_first, to_register};
+use super::registration_log::{CacheSource, Facts};
 use super::{CheckedUpstream, Intervals, Problem, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
@@ -40,7 +41,7 @@ use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Program, Rank,
     ReportedLoad, TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
 };
-use worker::engine::{Engine, ModelCard};
+use worker::engine::{Engine, ModelCard, UNKNOWN_CONTEXT};
 use worker::plane::{Instance, PlaneError, Role, WorkerId};
 use worker::serve::Worker;
 
@@ -79,6 +80,7 @@ struct Answer {
 /// A server that has answered.
 struct Registered {
     program: Program,
+    version: Option<String>,
     kv: KvSources,
     api: Api,
     models: BTreeMap<String, RegisteredModel>,
@@ -88,6 +90,8 @@ struct Registered {
     caches: Vec<Vec<Cache>>,
     reports: Arc<LoadReports>,
     following: JoinSet<Infallible>,
+    /// The log has named it.
+    is_logged: bool,
 }
 
 /// A cache of a server: that of a rank, or of all ranks.
@@ -110,6 +114,8 @@ struct RegisteredModel {
 struct ModelFacts {
     /// The model that it is an adapter of.
     parent: Option<String>,
+    /// The model that it is a further name of.
+    name_of: Option<String>,
     context: usize,
     /// The events of the server are those of this model, or of one that it is an adapter of.
     gets_events: bool,
@@ -271,9 +277,9 @@ impl Server {
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let names = if publishes { names_of_first(&answer.models) } else { Vec::new() };
         let with_facts = answer.models.into_iter().map(|ListedModel { card, .. }| {
-            let parent = card.parent.clone();
+            let (parent, name_of) = (card.parent.clone(), card.name_of.clone());
             let gets_events = publishes && (parent.is_some() || names.contains(&card.id));
-            let facts = ModelFacts { parent, context: card.context, gets_events };
+            let facts = ModelFacts { parent, name_of, context: card.context, gets_events };
             (card, facts)
         });
         let listed: Vec<(ModelCard, ModelFacts)> = with_facts.collect();
@@ -288,12 +294,15 @@ impl Server {
                     .all(|(card, facts)| was.models.get(&card.id).is_some_and(|model| model.facts == *facts))
         };
         if registered.as_ref().is_none_or(|was| !is_same(was)) {
-            let api = Api::of(&self.upstream, client).await?;
+            let version = answer.program.version(client, self.upstream.api_key.as_ref());
+            let (api, version) = tokio::join!(Api::of(&self.upstream, client), version);
+            let api = api?;
             if let Some(former) = registered.take() {
                 tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
                 former.models.into_values().for_each(|model| self.drain(model));
             }
-            *registered = Some(self.start(client, answer.program, answer.kv.unwrap_or_default(), names, api));
+            let kv = answer.kv.unwrap_or_default();
+            *registered = Some(self.start(client, answer.program, version, kv, names, api));
         }
         let Some(current) = registered else { return Ok(()) };
         for id in gone(&current.models, &listed) {
@@ -310,11 +319,14 @@ impl Server {
         for model in current.models.values() {
             model.tokenizer.recheck().await;
         }
-        let models: Vec<String> = current.models.keys().cloned().collect();
+        let facts = self.facts(current);
+        let (models, is_new) = (facts.models.clone(), !std::mem::replace(&mut current.is_logged, true));
         self.shared.known.send_if_modified(|known| {
             let changed = known.get(&self.key) != Some(&models);
+            if changed || is_new {
+                self.shared.log_registered(self.name(), facts);
+            }
             if changed {
-                tracing::info!(upstream = %self.name(), ?models, "upstream registered");
                 known.insert(self.key.clone(), models);
             }
             changed
@@ -322,16 +334,38 @@ impl Server {
         Ok(())
     }
 
-    /// Follows the load reports of a server that has no models yet, and prepares to follow its KV events.
-    fn start(&self, client: &Client, program: Program, kv: KvSources, names: Vec<String>, api: Api) -> Registered {
-        if kv.sources.is_empty() {
-            let remedy = match (&self.upstream.upstream.kv_events, program) {
-                (KvEvents::Off, _) => "set kv_events = \"auto\" in [[upstreams]]",
-                (_, Program::Sglang) => START_SGLANG,
-                (_, Program::Vllm | Program::Other) => START_VLLM,
-            };
-            self.shared.log_estimated(self.name(), remedy);
+    /// What the log says of the server.
+    fn facts(&self, of: &Registered) -> Facts {
+        let remedy = match (&self.upstream.upstream.kv_events, of.program) {
+            (KvEvents::Off, _) => "set kv_events = \"auto\" in [[upstreams]]",
+            (_, Program::Sglang) => START_SGLANG,
+            (_, Program::Vllm | Program::Other) => START_VLLM,
+        };
+        let cache = match of.kv.sources.len() {
+            0 => CacheSource::Estimate { remedy: (!of.is_logged).then_some(remedy) },
+            publishers => CacheSource::Events { publishers },
+        };
+        let contexts = of.models.values().map(|model| model.facts.context);
+        Facts {
+            program: of.program.name(),
+            version: of.version.clone(),
+            models: of.models.keys().cloned().collect(),
+            context: contexts.filter(|context| *context != UNKNOWN_CONTEXT).max(),
+            block_size: of.kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get(),
+            cache,
         }
+    }
+
+    /// Follows the load reports of a server that has no models yet, and prepares to follow its KV events.
+    fn start(
+        &self,
+        client: &Client,
+        program: Program,
+        version: Option<String>,
+        kv: KvSources,
+        names: Vec<String>,
+        api: Api,
+    ) -> Registered {
         let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
@@ -341,7 +375,8 @@ impl Server {
         for name in names.iter().skip(1) {
             caches.push(self.caches(&format!("{} as {name}", self.name()), &kv, block_size));
         }
-        Registered { program, kv, api, models: BTreeMap::new(), names, caches, reports, following }
+        let (models, is_logged) = (BTreeMap::new(), false);
+        Registered { program, version, kv, api, models, names, caches, reports, following, is_logged }
     }
 
     /// The caches of the ranks for one name of the model. `server`: the server in logs.

@@ -17,7 +17,7 @@ const QUICK: Intervals = Intervals {
     resolve: Duration::from_millis(20),
     retry: Duration::from_millis(20),
     recheck: Duration::from_millis(20),
-    // The servers without KV events are counted.
+    // The registered servers are counted.
     collect: TIMEOUT.saturating_mul(60),
 };
 
@@ -330,19 +330,20 @@ async fn a_server_that_refuses_the_key_gets_no_requests_until_it_accepts_it() {
 }
 
 #[tokio::test]
-async fn servers_without_events_are_logged_together() {
+async fn servers_with_equal_facts_are_logged_together() {
     let mut servers = Vec::new();
-    for _ in 0..5 {
+    for _ in 0..6 {
         servers.push(any_server().await);
     }
     servers[4].set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": "tcp://*:1" }])));
+    servers[5].set_page("/version", Script::json(200, &json!({ "version": "0.32.0" })));
     let urls: Vec<String> = servers.iter().map(|server| server.uri().to_string()).collect();
-    let mut harness = Harness::new();
+    let harness = Harness::new();
     harness.apply(&urls.iter().map(String::as_str).collect::<Vec<_>>());
-    for _ in &servers {
-        harness.joined().await;
-    }
-    assert_eq!(harness.upstreams.shared.estimated.counts(), [(4, 3)]);
+    harness.upstreams.until_known(Instant::now() + TIMEOUT).await;
+    let mut counts = harness.upstreams.shared.registration_log.counts();
+    counts.sort_unstable();
+    assert_eq!(counts, [(1, 1), (1, 1), (4, 3)], "one with KV events, one of another version, four alike");
 }
 
 #[tokio::test]
@@ -356,6 +357,12 @@ async fn publishers_and_block_sizes_that_change_register_anew() {
     let again = harness.replaced(&first).await;
     assert_eq!((again.id, again.model.block_size, again.model.has_exact_blocks), (first.id, 32, true));
     assert!(again.epoch > first.epoch);
+    let is_logged_again = async {
+        while harness.upstreams.shared.registration_log.counts() != [(1, 1), (1, 1)] {
+            sleep(QUICK.retry).await;
+        }
+    };
+    timeout(TIMEOUT, is_logged_again).await.expect("a line with what has changed");
 }
 
 #[tokio::test]

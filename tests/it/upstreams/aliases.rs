@@ -65,6 +65,37 @@ async fn a_request_that_names_no_model_is_one_for_the_only_one() {
 }
 
 #[tokio::test]
+async fn the_names_of_a_model_are_one_model() {
+    let listed = |id: &str, root: &str, parent: Option<&str>| json!({ "id": id, "root": root, "parent": parent });
+    let set_models = |server: &FakeEngine, models: &[Value]| {
+        server.set_page("/v1/models", Script::json(200, &json!({ "data": models })));
+    };
+    let names = [listed("org/m", "/srv/m", None), listed("a-name", "/srv/m", None)];
+    let answer = || Script::json(200, &json!({ "choices": [] }));
+    let [one, other] = [server([answer()]).await, server([answer()]).await];
+    for server in [&one, &other] {
+        server.set_page("/tokenize", Script::json(200, &json!({ "tokens": [1] })));
+        set_models(server, &[names[0].clone(), names[1].clone(), listed("adapter", "/srv/a", Some("org/m"))]);
+    }
+    let gateway = Gateway::start(&[&one, &other]).await;
+    gateway.has_workers(6).await;
+    for path in ["/v1/completions", "/tokenize"] {
+        assert_eq!(gateway.post(path, r#"{"prompt":"hello"}"#).await.status(), 200, "{path}");
+    }
+
+    // Other servers may have other models at the same path.
+    set_models(&one, &names);
+    set_models(&other, &[listed("org/n", "/srv/m", None)]);
+    let gateway = Gateway::start(&[&one, &other]).await;
+    gateway.has_workers(3).await;
+    assert_eq!(gateway.post("/v1/completions", r#"{"prompt":"hello"}"#).await.status(), 400);
+    let listed = gateway.http.get(format!("{}/v1/models", gateway.url)).send().await.unwrap();
+    let listed: Value = listed.json().await.unwrap();
+    let roots: Vec<_> = listed["data"].as_array().unwrap().iter().map(|model| [&model["id"], &model["root"]]).collect();
+    assert_eq!(json!(roots), json!([["a-name", "org/m"], ["org/m", "org/m"], ["org/n", "org/n"]]));
+}
+
+#[tokio::test]
 async fn an_alias_in_a_form_is_replaced() {
     let server = server([]).await;
     let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
@@ -74,12 +105,18 @@ async fn an_alias_in_a_form_is_replaced() {
         let file = field("name=\"file\"; filename=\"a.wav\"", "RIFF chat");
         format!("{}{file}--b--\r\n", field("name=\"model\"", model))
     };
-    for (named, sent) in [("chat", "org/m"), ("org/m", "org/m"), ("other", "other")] {
+    let post = async |model: &str| {
         let request = gateway.http.post(format!("{}/v1/audio/transcriptions", gateway.url));
-        let request = request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(named));
-        assert_eq!(request.send().await.unwrap().status(), 200);
-        assert_eq!(completions(&server).last().unwrap().body, form(sent), "{named}");
+        request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(model)).send().await.unwrap()
+    };
+    for named in ["chat", "org/m"] {
+        assert_eq!(post(named).await.status(), 200);
+        assert_eq!(completions(&server).last().unwrap().body, form("org/m"), "{named}");
     }
+    let unknown = post("other").await;
+    assert_eq!(unknown.status(), 404);
+    let unknown: Value = unknown.json().await.unwrap();
+    assert_eq!((&unknown["error"]["code"], completions(&server).len()), (&json!("model_not_found"), 2));
 }
 
 #[tokio::test]

@@ -40,6 +40,13 @@ pub(super) fn malformed(why: &str) -> ErrorResponse {
     bad_gateway(&format!("server's answer is not valid HTTP: {why}"), ErrorKind::Fault)
 }
 
+/// The response to a request that was not sent, because its path is too long.
+pub(super) fn path_too_long(why: &str) -> ErrorResponse {
+    let (headers, body) = own(&format!("The request was not sent: {why}."), "invalid_request_error", "url_too_long");
+    let (status, kind, replaces) = (StatusCode::URI_TOO_LONG, ErrorKind::Request, Some(why.into()));
+    ErrorResponse { status, headers, body: body.into(), kind, replaces }
+}
+
 /// The response in place of an answer that is none. `wrong`: what is wrong with it, after "the".
 fn bad_gateway(wrong: &str, kind: ErrorKind) -> ErrorResponse {
     let (headers, body) = own(&format!("The {wrong}."), "server_error", "bad_gateway");

@@ -7,7 +7,7 @@ use kvbm::Domain;
 use serde_json::json;
 use std::collections::BTreeSet;
 use tokio::time::timeout;
-use worker::engine::RequestGroup;
+use worker::engine::{ErrorKind, RequestGroup};
 
 /// For what must happen soon, on any machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -38,6 +38,24 @@ fn a_server_that_closes_the_connection_with_a_request_may_have_computed_it() {
     let error = error_of(RelayError::NoAnswer("end of file".to_owned()));
     assert_eq!((error.is_refusal(), &error), (false, &Error::NoAnswer("end of file".to_owned())));
     assert!(error_of(RelayError::Unreachable("connection refused".to_owned())).is_refusal());
+}
+
+#[tokio::test]
+async fn a_path_that_is_too_long_for_the_server_gets_an_error_object() {
+    let path = |length: usize| format!("/{}", "x".repeat(length));
+    let address = format!("http://localhost{}", path(60_000)).parse().unwrap();
+    let client = Client::new(&address, &Settings::default()).unwrap();
+    let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+    let card = Arc::new(ModelCard::new("org/m", 64, 16));
+    let engine = UpstreamEngine::new(client, UpstreamSettings::default(), card, metrics);
+    let http = HttpRequest { target: path(6_000).parse().unwrap(), ..HttpRequest::post("/") };
+    let request = Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) };
+    let Err(Error::Relayed(answer)) = engine.generate(request).await else { panic!("it is refused") };
+    assert_eq!((answer.status, answer.kind), (StatusCode::URI_TOO_LONG, ErrorKind::Request));
+    assert_eq!(answer.headers[header::CONTENT_TYPE], "application/json");
+    let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+    assert_eq!(body["error"]["code"], "url_too_long");
+    assert!(answer.replaces.is_some(), "it is no answer of the server, so it gets the form of the endpoint");
 }
 
 /// A request with this body.

@@ -74,8 +74,8 @@ fn publisher(info: &Value, host: &str) -> Result<Option<Source>, EndpointError> 
 
 #[cfg(test)]
 mod tests {
-    use super::super::Program;
     use super::*;
+    use crate::program::Program;
     use crate::relay::client::Settings;
     use crate::relay::fake::{FakeEngine, Script};
     use serde_json::json;

@@ -4,8 +4,8 @@
 //! The members in question are read and all others skipped, so that the text of an answer cannot be taken for one of
 //! them. [`Relevance::of`] says without reading whether a chunk must be read at all.
 //!
-//! Known are the streams of chat completions, completions, Responses and Anthropic's messages, and the usage in those
-//! of SGLang's `/generate`. A chunk of another kind counts as output: it is forwarded at once.
+//! Known are the streams of chat completions, completions, Responses, Anthropic's messages and Cohere's chat, and the
+//! usage in those of SGLang's `/generate`. A chunk of another kind counts as output: it is forwarded at once.
 
 mod scanner;
 mod wire;
@@ -112,7 +112,7 @@ impl Chunk {
             };
         };
         let inner = wire.inner();
-        let reported = wire.usage.or(inner.usage).filter(|usage| usage.get() != "null");
+        let reported = wire.usage.or(inner.usage).or_else(|| wire.end_usage()).filter(|usage| usage.get() != "null");
         let item = wire.item().filter(|_| reported.is_none());
         let usage = reported.or(item.map(|(_, usage)| usage));
         let usage = usage.and_then(|usage| Usage::read(usage.get().as_bytes()));
@@ -140,10 +140,12 @@ fn of_choices(choices: Choices, has_usage: bool) -> (Kind, bool) {
     }
 }
 
-/// Of the `type` of an event of Responses and messages.
+/// Of the `type` of an event of Responses, messages and Cohere's chat.
 fn of_event_type(name: &str) -> (Kind, bool) {
     match name {
         "message_start"
+        | "message-start"
+        | "content-start"
         | "ping"
         | "content_block_start"
         | "response.created"
@@ -153,7 +155,16 @@ fn of_event_type(name: &str) -> (Kind, bool) {
         | "response.content_part.added"
         | "response.reasoning_part.added"
         | "response.reasoning_summary_part.added" => (Kind::Preamble, false),
-        "content_block_delta" | "content_block_stop" => (Kind::Output, false),
+        "content_block_delta"
+        | "content_block_stop"
+        | "content-delta"
+        | "content-end"
+        | "tool-plan-delta"
+        | "tool-call-start"
+        | "tool-call-delta"
+        | "tool-call-end"
+        | "citation-start"
+        | "citation-end" => (Kind::Output, false),
         "response.completed" | "response.incomplete" | "response.cancelled" => (Kind::Output, true),
         name => (Kind::Output, !name.starts_with("response.")),
     }

@@ -355,7 +355,7 @@ impl Shared {
 
     fn check_path(&self, path: &PathAndQuery) -> Result<(), RelayError> {
         let is_too_long = self.prefix.len() + path.as_str().len() > MAX_PATH;
-        if is_too_long { Err(RelayError::Answered(Box::new(Answer::uri_too_long()))) } else { Ok(()) }
+        if is_too_long { Err(RelayError::PathTooLong(MAX_PATH)) } else { Ok(()) }
     }
 
     /// Connects, and sends the request in the version that the connection has.
@@ -387,7 +387,7 @@ impl Shared {
         let mut parts = self.origin.clone().into_parts();
         let path = PathAndQuery::try_from(format!("{}{path}", self.prefix));
         parts.path_and_query = path.ok();
-        let uri = Uri::from_parts(parts).map_err(|_| RelayError::Answered(Box::new(Answer::uri_too_long())))?;
+        let uri = Uri::from_parts(parts).map_err(|_| RelayError::PathTooLong(MAX_PATH))?;
         let mut request = Request::new(Full::new(body.clone()));
         *request.method_mut() = method.clone();
         *request.uri_mut() = uri;

@@ -48,6 +48,10 @@ pub enum RelayError {
     /// No connection to the engine can switch to another protocol.
     #[error("the connection speaks HTTP/2 only, in which it cannot switch to another protocol")]
     Http2Only,
+    /// Nothing was sent: the path is too long behind that of the engine's address, which together may have this many
+    /// bytes.
+    #[error("the URL is too long for the server: behind the path of the server's own URL it has more than {0} bytes")]
+    PathTooLong(usize),
     /// The answer is not one of HTTP.
     #[error("the server's answer is not valid HTTP: {0}")]
     Malformed(String),
@@ -122,12 +126,6 @@ impl Answer {
         // What was read until then is in `read`.
         let cut = timeout(BODY_TIMEOUT, all).await.unwrap_or(Some(Cut::Slow));
         Self { status: parts.status, headers: parts.headers, body: read.freeze(), cut, kind }
-    }
-
-    /// The answer to a request whose path is too long for the engine's address before it.
-    pub(super) fn uri_too_long() -> Self {
-        let (headers, body) = (HeaderMap::new(), Bytes::new());
-        Self { status: StatusCode::URI_TOO_LONG, headers, body, cut: None, kind: ErrorKind::Request }
     }
 
     /// An error that came as an event of a stream, where the status is in the JSON if anywhere.

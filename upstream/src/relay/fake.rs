@@ -84,7 +84,7 @@ enum Page {
 }
 
 /// Pages of every engine, which answer 404 unless another answer is set.
-const PAGES: [&str; 4] = ["/kv_event_sources", "/metrics", "/openapi.json", "/server_info"];
+const PAGES: [&str; 5] = ["/kv_event_sources", "/metrics", "/openapi.json", "/server_info", "/version"];
 
 /// Counts a request as cancelled if it is dropped before the answer is complete.
 struct Running {

@@ -15,6 +15,10 @@ pub struct ModelCard {
     /// The model that it is an adapter of.
     #[serde(default)]
     pub parent: Option<String>,
+    /// The model that it is a further name of, on the same server; `None`: it is not known to be one. vLLM lists each
+    /// `--served-model-name` as a model.
+    #[serde(default)]
+    pub name_of: Option<String>,
     /// Identifies the weights in block hashes: two cards with the same identity share an index.
     pub identity: String,
     /// When the model was created or loaded, in seconds since 1970.
@@ -71,6 +75,7 @@ impl ModelCard {
         Self {
             id: id.to_owned(),
             parent: None,
+            name_of: None,
             identity: id.to_owned(),
             created: 0,
             context,
@@ -85,6 +90,11 @@ impl ModelCard {
             is_relayed: false,
             has_exact_blocks: true,
         }
+    }
+
+    /// The first name of the model, which all of its names have in common.
+    pub fn first_name(&self) -> &str {
+        self.name_of.as_ref().unwrap_or(&self.id)
     }
 }
 

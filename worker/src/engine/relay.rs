@@ -74,6 +74,7 @@ impl EndpointKind {
                 "/v1/responses",
                 "/v1/messages",
                 "/v1/messages/count_tokens",
+                "/cohere/v2/chat",
                 "/generate",
                 "/generative_scoring",
             ],
@@ -96,7 +97,7 @@ impl EndpointKind {
 
 /// Endpoints besides those of pooling that compute no tokens: nothing of a prompt can be found in a cache, and nothing
 /// is charged.
-const WITHOUT_TOKENS: [&str; 9] = [
+const WITHOUT_TOKENS: [&str; 12] = [
     "/tokenize",
     "/detokenize",
     "/v1/tokenize",
@@ -106,6 +107,9 @@ const WITHOUT_TOKENS: [&str; 9] = [
     "/v1/completions/render",
     "/v1/messages/render",
     "/v1/responses/render",
+    "/cohere/v2/chat/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/derender",
 ];
 
 /// Whether the endpoint with this path computes tokens: it reads a prompt with the model, or generates.
@@ -279,8 +283,8 @@ pub struct ErrorResponse {
     pub body: Bytes,
     /// What the response says about the server that sent it.
     pub kind: ErrorKind,
-    /// What is wrong with the server's answer, if the gateway made this response in its place. It has no text of a
-    /// prompt, so it is for the log.
+    /// What is wrong with the server's answer, or why there is none, if the gateway made this response in its place. It
+    /// has no text of a prompt, so it is for the log.
     pub replaces: Option<Box<str>>,
 }
 

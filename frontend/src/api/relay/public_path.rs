@@ -8,13 +8,15 @@ use crate::settings::RelayPath;
 use std::borrow::Cow;
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
-const WITHOUT_VERSION: [&str; 12] = [
+const WITHOUT_VERSION: [&str; 14] = [
     "/tokenize",
     "/detokenize",
     "/score",
     "/rerank",
     "/v2/rerank",
     "/v2/embed",
+    "/cohere/v2/chat",
+    "/cohere/v2/chat/render",
     "/pooling",
     "/classify",
     "/invocations",

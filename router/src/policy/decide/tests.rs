@@ -5,7 +5,7 @@ use crate::fleet::Needs;
 use crate::load::ExpectedOutput;
 use crate::policy::explain;
 use crate::policy::inputs::Overlaps;
-use crate::settings::Settings;
+use crate::state::Settings;
 use crate::tests::harness::{Harness, MODEL, prompt};
 use std::time::Duration;
 use worker::plane::Load;

@@ -29,7 +29,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         admission: AdmissionMode::Off,
         queue_order: QueueOrder::Fcfs,
         rebalance: false,
-        settings: crate::settings::Settings::default(),
+        settings: crate::state::Settings::default(),
     };
     let outcome =
         Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), rate, 0).unwrap().run().unwrap();

@@ -1,6 +1,6 @@
 //! The activity of one worker over time: decoding sequences, their context, and prefill.
 
-use crate::trace::Line;
+use crate::telemetry::Line;
 use kvbm::Level;
 
 /// Work in an interval, in the order of a profile's coefficients: steps; then, summed over the steps, decoding

@@ -5,6 +5,7 @@
 //! {"meta_info":{"completion_tokens":7}}                                            SGLang's /generate
 //! [{"meta_info":{"completion_tokens":7}},{"meta_info":{"completion_tokens":9}}]    the same for a batch
 //! {"response":{"usage":{"output_tokens":7}}}                                       an event of Responses
+//! {"usage":{"tokens":{"output_tokens":7},"cached_tokens":4}}                       Cohere's chat
 //! {"done":true,"prompt_eval_count":9,"eval_count":7}                               the last line of Ollama's
 //! ```
 //!
@@ -98,6 +99,8 @@ enum Level {
     Usage,
     MetaInfo,
     Details,
+    /// Cohere's numbers of tokens.
+    Tokens,
 }
 
 /// The beginning of a string or a number.
@@ -226,7 +229,7 @@ impl UsageScanner {
         self.state = State::Between;
         let (name, value) = (self.name.text(), self.word.text());
         match self.level().filter(|_| self.is_value) {
-            Some(Level::Usage | Level::MetaInfo) => self.reading.set(name, value),
+            Some(Level::Usage | Level::MetaInfo | Level::Tokens) => self.reading.set(name, value),
             Some(Level::Details) if name == b"cached_tokens" => {
                 self.reading.cached_tokens = number(value).or(self.reading.cached_tokens);
             }
@@ -264,6 +267,7 @@ impl UsageScanner {
             (Some(Level::Usage | Level::MetaInfo), b'{', b"prompt_tokens_details" | b"input_tokens_details") => {
                 Level::Details
             }
+            (Some(Level::Usage), b'{', b"tokens") => Level::Tokens,
             _ => {
                 self.state = State::Skipping(Skipped::opened_by(bracket));
                 return;
@@ -281,7 +285,7 @@ impl UsageScanner {
             Level::Usage => self.usage = Some(std::mem::take(&mut self.reading).into()),
             Level::MetaInfo => self.meta_info = Some(std::mem::take(&mut self.reading).into()),
             Level::Answer => self.end_answer(),
-            Level::Batch | Level::Response | Level::Details => {}
+            Level::Batch | Level::Response | Level::Details | Level::Tokens => {}
         }
     }
 

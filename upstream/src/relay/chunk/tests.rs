@@ -84,6 +84,30 @@ fn usage_is_read_in_all_shapes() {
 }
 
 #[test]
+fn the_events_of_coheres_chat_are_known() {
+    for (event, expected) in [
+        (r#"{"type":"message-start","id":"c","delta":{"message":{"role":"assistant"}}}"#, (Preamble, false)),
+        (r#"{"type":"content-start","index":0,"delta":{"message":{"content":{"type":"text"}}}}"#, (Preamble, false)),
+        (r#"{"type":"content-delta","index":0,"delta":{"message":{"content":{"text":"a"}}}}"#, (Output, false)),
+        (r#"{"type":"content-end","index":0}"#, (Output, false)),
+        (r#"{"type":"tool-call-start","delta":{}}"#, (Output, false)),
+        (r#"{"type":"message-end","delta":{"finish_reason":"COMPLETE"}}"#, (Output, true)),
+    ] {
+        assert_eq!(read(event), expected, "{event}");
+    }
+    let billed = r#""billed_units":{"input_tokens":1,"output_tokens":1}"#;
+    let usage = format!(r#"{{{billed},"tokens":{{"input_tokens":7.0,"output_tokens":2}},"cached_tokens":4.0}}"#);
+    let expected = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(4) };
+    let end =
+        |usage: &str| format!(r#"{{"type":"message-end","delta":{{"finish_reason":"COMPLETE","usage":{usage}}}}}"#);
+    assert_eq!(Chunk::read(end(&usage).as_bytes()).usage, Some(expected));
+    assert_eq!(Chunk::read(end("null").as_bytes()).usage, None);
+    let mut scanner = UsageScanner::of_answer();
+    scanner.push(format!(r#"{{"id":"c","message":{{"usage":{{"tokens":9}}}},"usage":{usage}}}"#).as_bytes());
+    assert_eq!(scanner.take().usage, Some(expected), "of an answer that is no stream");
+}
+
+#[test]
 fn later_usage_completes_earlier_usage() {
     let start = br#"{"type":"message_start","message":{"usage":{"input_tokens":7,"cache_read_input_tokens":0}}}"#;
     let mut usage = Chunk::read(start).usage.unwrap();

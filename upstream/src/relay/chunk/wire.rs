@@ -26,6 +26,9 @@ pub(super) struct Wire<'a> {
     /// `response.completed` has its usage in here.
     #[serde(borrow, default)]
     response: Option<&'a RawValue>,
+    /// Cohere's `message-end` has its usage in here.
+    #[serde(borrow, default)]
+    delta: Option<&'a RawValue>,
     /// SGLang's `/generate` has its usage in here, that of one item of a batch.
     #[serde(borrow, default)]
     meta_info: Option<&'a RawValue>,
@@ -64,6 +67,12 @@ impl<'a> Wire<'a> {
     pub(super) fn inner(&self) -> Inner<'a> {
         let inner = self.message.or(self.response);
         inner.and_then(|inner| serde_json::from_str(inner.get()).ok()).unwrap_or_default()
+    }
+
+    /// The usage at the end of a stream of Cohere's API.
+    pub(super) fn end_usage(&self) -> Option<&'a RawValue> {
+        let delta = self.delta.filter(|_| self.event_type() == Some("message-end"))?;
+        serde_json::from_str::<Inner<'_>>(delta.get()).ok()?.usage
     }
 
     /// The usage of an item of a batch, and the position of the item.
@@ -110,6 +119,15 @@ impl WireUsage {
                 self.cached_tokens = cached_tokens(value).or(self.cached_tokens);
                 return;
             }
+            // Cohere's. Beside them are those that it bills.
+            b"tokens" => {
+                let _ = splice::each_member(value, |name, value| match name {
+                    b"input_tokens" => self.input_tokens = number(value),
+                    b"output_tokens" => self.output_tokens = number(value),
+                    _ => {}
+                });
+                return;
+            }
             b"cached_tokens" => {
                 self.cached_tokens = number(value).or(self.cached_tokens);
                 return;
@@ -131,8 +149,9 @@ fn cached_tokens(details: &[u8]) -> Option<u64> {
     read.ok().and(cached)
 }
 
-/// A whole number that is not negative.
+/// A whole number that is not negative. In Cohere's API it may end with `.0`.
 pub(super) fn number(json: &[u8]) -> Option<u64> {
+    let json = json.strip_suffix(b".0").unwrap_or(json);
     let digit = |byte: &u8| byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
     let (first, others) = json.split_first()?;
     others.iter().try_fold(digit(first)?, |number, byte| number.checked_mul(10)?.checked_add(digit(byte)?))

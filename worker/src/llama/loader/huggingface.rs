@@ -52,6 +52,7 @@ impl LoadedModel {
         let card = ModelCard {
             id: id.map_or_else(|| folder_name(path), str::to_owned),
             parent: None,
+            name_of: None,
             identity: identity.to_hex()[..32].to_owned(),
             created: modified(&config_path),
             context: config.context,

@@ -7,8 +7,8 @@
 //! checked. Requests send their lines to a writer thread; when its queue is full, lines are dropped and counted, and
 //! requests do not wait.
 
+use super::Metrics;
 use crate::hash::{hash_str, splitmix64};
-use crate::metrics::Metrics;
 use crate::policy::ScoredWorker;
 use arc_swap::ArcSwapOption;
 use kvbm::{Level, SequenceHash, permissions};

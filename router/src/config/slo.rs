@@ -5,7 +5,7 @@
 //! (`policy/decide.rs`). The planner computes how many workers meet both. Costs weigh the time between tokens against
 //! the time to first token by their ratio. Not here: the deadline that a request brings itself (`deadline_ms`).
 
-use crate::problem::Problem;
+use super::Problem;
 use serde::{Deserialize, Serialize};
 use std::ops::RangeInclusive;
 use std::time::Duration;

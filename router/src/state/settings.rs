@@ -1,11 +1,10 @@
 //! The `[router]` section of the configuration.
 
 use crate::admission::Settings as Admission;
+use crate::config::{Problem, Slo};
 use crate::index::Index;
 use crate::policy::planner::{self, Targets};
 use crate::policy::{Disaggregation, Policy, Tuning};
-use crate::problem::Problem;
-use crate::slo::Slo;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
