@@ -172,7 +172,7 @@ fn choose(
         PlacementRequest { shared, ..PlacementRequest::of(request, until, output.tokens(), mean_output_tokens, now) },
         view,
         &mut scratch,
-        SelectionContext { random: draw, session, ..SelectionContext::default() },
+        SelectionContext { random: draw, session },
     )
     .ok_or_else(|| {
         let is_cordoned = needs.server().is_some() && tried.is_empty();

@@ -51,6 +51,11 @@ impl DeviceLoads {
         Self { device_of, loads: vec![DeviceLoad::default(); workers.len()] }
     }
 
+    /// Whether there is a device with several workers.
+    pub(super) fn are_shared(&self) -> bool {
+        !self.loads.is_empty()
+    }
+
     /// The load of the worker at an index changes.
     #[inline]
     pub(super) fn change(&mut self, at: usize, from: &ServiceEstimate, to: &ServiceEstimate) {
@@ -131,6 +136,7 @@ mod tests {
         let expected = OtherWorkers { queue: 2.0, busy: 2.0, prompts: 3.0 };
         assert_eq!(others(&loads, 2), Some(expected));
         assert_eq!((others(&loads, 1), others(&loads, 3)), (None, None), "no other worker has their device");
+        assert!(loads.are_shared() && !DeviceLoads::of(devices[..2].iter().copied()).are_shared());
         loads.change(4, &estimates[4], &load(0, 0));
         let expected = OtherWorkers { queue: 0.0, busy: 0.0, prompts: 0.0 };
         assert_eq!(others(&loads, 0), Some(expected));

@@ -177,6 +177,11 @@ impl SnapshotCache {
         self.devices.others(at, &self.all[at].estimate)
     }
 
+    /// Number of the last choice of a worker; 0 if none shares its device with another.
+    pub(crate) fn last_choice(&self) -> u64 {
+        if self.devices.are_shared() { self.all.iter().map(|worker| worker.chosen).max().unwrap_or(0) } else { 0 }
+    }
+
     /// Blocks that are lost for each one that is used, on the worker that loses least.
     pub(crate) fn least_lost_share(&self) -> f32 {
         self.least_lost_share

@@ -101,7 +101,13 @@ struct DecisionContext<'a> {
     /// Weight of the term for workers that share a device: less where a further copy of the prefix is worth its time,
     /// so that it spreads over the workers of one device too.
     device_weight: f64,
+    /// Workers that were last chosen before this choice do not count what others of their device compute.
+    unused_before: u64,
 }
+
+/// A worker that gets the same share of the requests as the others is chosen again within as many choices for each of
+/// them, but for a probability of e⁻⁸. Choices for other models count too.
+const UNUSED_ROUNDS: u64 = 8;
 
 impl<'a> PlacementRequest<'a> {
     /// `until`: when the first token should be there; `output_tokens`: expected of the request; `mean_output_tokens`:
@@ -136,7 +142,6 @@ pub(crate) fn decide<'a>(
     selection: SelectionContext,
 ) -> Option<Decision<'a>> {
     let (Scratch { remaining, prefill_candidates, candidates, shortlist }, pool) = (scratch, fleet.pool());
-    let selection = SelectionContext { workers: pool.entries().len() as u64, ..selection };
     remaining.clear();
     let (pricing, shared) = (pricing(tuning, &request, &fleet), request.shared.map_or(0, |shared| shared.blocks));
     let prompt_in = |(scheme, card): (usize, &Arc<ModelCard>)| {
@@ -154,6 +159,7 @@ pub(crate) fn decide<'a>(
         pricing,
         replication: None,
         device_weight: 1.0,
+        unused_before: fleet.last_choice().saturating_sub(UNUSED_ROUNDS * pool.entries().len() as u64),
         fleet,
     };
     if let Some(shared) = request.shared {
@@ -434,8 +440,10 @@ impl<'a> DecisionContext<'a> {
         if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
             aggregated.replication = replication.saving(work, estimate, &aggregated);
         }
-        // Where prompts are computed on workers of their own, the roles say which worker computes what.
+        // Where prompts are computed on workers of their own, the roles say which worker computes what. And no worker
+        // is left without requests: its memory has a use too.
         if entry.role == Role::Both
+            && snapshot.chosen >= self.unused_before
             && let Some(others) = self.fleet.others_on_device(at)
         {
             aggregated.share_device(&others, self.device_weight);

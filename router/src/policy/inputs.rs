@@ -70,6 +70,11 @@ impl<'a> FleetView<'a> {
         self.snapshots.others_on_device(at)
     }
 
+    /// Number of the last choice of a worker of the pool; 0 if none shares its device with another.
+    pub(crate) fn last_choice(&self) -> u64 {
+        self.snapshots.last_choice()
+    }
+
     /// Sequences of all workers of the pool.
     pub(crate) fn sequences(&self) -> WorkerSequences {
         self.snapshots.sequences()

@@ -56,8 +56,6 @@ pub(crate) struct SelectionContext {
     pub(crate) random: u64,
     /// Hash of the session's name.
     pub(crate) session: Option<u64>,
-    /// Number of workers that serve the model, also of those that are no candidates.
-    pub(crate) workers: u64,
 }
 
 impl SelectionReason {
@@ -83,10 +81,6 @@ const TIE_FRACTION: f64 = 0.05;
 /// step of 7 ms, 23 ms for a full step of prompt tokens of 80 ms. These are the steps of an 8B model on an H100.
 const TIE_SECONDS: (f64, f64) = (0.002, 0.025);
 
-/// A worker with the same share of the requests as the others is chosen again within as many choices for each worker,
-/// but for a probability of e⁻⁸.
-const UNUSED_ROUNDS: u64 = 8;
-
 /// A session stays while its worker has at most a quarter more load than the mean (bounded loads) …
 const MAX_LOAD_FACTOR: f64 = 1.25;
 /// … plus a quarter of a second, about the cost of moving a session.
@@ -101,11 +95,11 @@ pub(crate) fn select(
     if candidates.len() < 2 {
         return (!candidates.is_empty()).then_some((0, SelectionReason::Only));
     }
-    let SelectionContext { random, session, .. } = context;
+    let SelectionContext { random, session } = context;
     let all = 0..candidates.len();
     Some(match (policy, session) {
         (Policy::Session, Some(session)) => rendezvous_hash(candidates, session),
-        (Policy::Kv | Policy::Session, _) => least_computation(candidates, all, context),
+        (Policy::Kv | Policy::Session, _) => least_computation(candidates, all, random),
         (Policy::LeastLoaded, _) => {
             least(candidates, all, random, |candidate| candidate.load, SelectionReason::LeastLoaded)
         }
@@ -144,25 +138,19 @@ fn least(
 }
 
 /// The candidate with the lowest cost. Of several with about the same, those for which other workers of their device
-/// wait about the least, and those that were not chosen for long; of these the least recently chosen.
+/// wait about the least; of these the least recently chosen.
 ///
 /// To spread requests over the workers of one device gains little, and what a placement computes is certain, while the
-/// queues are estimates. But no worker is to be left without requests, as its memory has a use too.
+/// queues are estimates.
 fn least_computation(
     candidates: &[Candidate],
     among: impl Iterator<Item = usize> + Clone,
-    context: SelectionContext,
+    random: u64,
 ) -> (usize, SelectionReason) {
-    let SelectionContext { random, workers, .. } = context;
-    let newest = candidates.iter().map(|candidate| candidate.chosen).max().unwrap_or(0);
-    let computes = |candidate: &Candidate| {
-        let is_unused = newest - candidate.chosen > UNUSED_ROUNDS * workers;
-        if is_unused { 0.0 } else { candidate.device_compute }
-    };
     let tied = within(candidates, among, |candidate| candidate.cost);
     let reason = if tied.clone().nth(1).is_some() { SelectionReason::Tie } else { SelectionReason::LowestCost };
-    let least = within(candidates, tied, computes);
-    (least_recently_chosen(candidates, least, random), reason)
+    let at = least_recently_chosen(candidates, within(candidates, tied, |candidate| candidate.device_compute), random);
+    (at, reason)
 }
 
 /// The candidates whose value ties with the least one.
@@ -267,7 +255,7 @@ mod tests {
     }
 
     fn context(random: u64) -> SelectionContext {
-        SelectionContext { random, session: None, workers: 3 }
+        SelectionContext { random, session: None }
     }
 
     /// Chooses `n` times and counts the choices of each candidate.
@@ -293,14 +281,8 @@ mod tests {
         let computes = |device_compute, cost| Candidate { device_compute, ..at(cost, 0.0) };
         // Their costs are ties. The second one computes 50 ms less, the third one as much as it within 2 ms.
         let tied = [computes(0.08, 0.5), computes(0.03, 0.51), computes(0.0315, 0.515)];
-        assert_eq!(spread(&Policy::Kv, tied.to_vec(), 24), [0, 12, 12]);
+        assert_eq!(spread(&Policy::Kv, tied.to_vec(), 30), [0, 15, 15]);
         assert_eq!(select(&Policy::Kv, &tied, context(7)).map(|(_, reason)| reason), Some(SelectionReason::Tie));
-        // Another one gets a request when it was not chosen for long.
-        let chosen = |at: [u64; 3]| {
-            let candidates: Vec<_> = tied.iter().zip(at).map(|(tied, chosen)| Candidate { chosen, ..*tied }).collect();
-            select(&Policy::Kv, &candidates, context(7)).map(|(at, _)| at)
-        };
-        assert_eq!((chosen([6, 30, 29]), chosen([5, 30, 29])), (Some(2), Some(0)));
         // A cost that is lower by more than a tie decides.
         let lower = [computes(0.08, 0.45), computes(0.03, 0.5)];
         assert_eq!(select(&Policy::Kv, &lower, context(7)), Some((0, SelectionReason::LowestCost)));
@@ -355,12 +337,9 @@ mod tests {
         let homes = |candidates: &[Candidate]| -> Vec<u64> {
             let home = |session: u64| {
                 let session = hash_str(&format!("session {session}"));
-                let (at, why) = select(
-                    &Policy::Session,
-                    candidates,
-                    SelectionContext { random: session, session: Some(session), ..context(0) },
-                )
-                .unwrap();
+                let (at, why) =
+                    select(&Policy::Session, candidates, SelectionContext { random: session, session: Some(session) })
+                        .unwrap();
                 assert_eq!(why, SelectionReason::Session);
                 candidates[at].worker
             };
@@ -377,7 +356,7 @@ mod tests {
         let home = busy.iter().position(|candidate| candidate.worker == ten[0]).unwrap();
         busy[home].load = 0.3;
         let choice = |candidates: &[Candidate]| {
-            select(&Policy::Session, candidates, SelectionContext { session, ..context(1) }).unwrap()
+            select(&Policy::Session, candidates, SelectionContext { random: 1, session }).unwrap()
         };
         assert_eq!(choice(&busy), (home, SelectionReason::Session), "a little more to do than the others");
         busy[home].load = 3.0;

@@ -378,7 +378,7 @@ impl SimulatedRouter {
             placement_request,
             view,
             &mut self.scratch,
-            SelectionContext { random, session: Some(spec.session), ..SelectionContext::default() },
+            SelectionContext { random, session: Some(spec.session) },
         )?;
         if let Some(copies) = &self.copies {
             order_copy(copies, &self.index, &decision, &overlaps, now);

@@ -80,6 +80,32 @@ async fn a_prefix_is_not_computed_again_beside_the_queue_on_the_same_device() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_of_a_busy_device_is_not_left_without_requests() {
+    let harness = defaults();
+    let (a, b) = (harness.worker_on_device(1, 1).await, harness.worker_on_device(2, 1).await);
+    let conversation = prompt(1, 1600);
+    harness.announce(&a, stored(Level::G1, &names(&conversation)), true);
+    // Of the worker that has nothing: whether it counts what the other one computes.
+    let counts = async || {
+        harness.report(&a, Load { waiting_tokens: 2000, ..Load::default() });
+        harness.report(&b, Load::default());
+        settle().await;
+        let decision = harness.explain(conversation.clone()).await;
+        let candidates = decision["candidates"].as_array().unwrap().clone();
+        candidates.iter().any(|of| of["worker"] == "w2" && of["terms_s"]["shared_device"].is_number())
+    };
+    assert!(counts().await);
+    assert_eq!((a.requests(), b.requests()), (1, 0));
+    harness.router.cordon(WorkerId(2)).unwrap();
+    for _ in 0..16 {
+        harness.answer(prompt(2, 16)).await.unwrap();
+    }
+    harness.router.uncordon(WorkerId(2)).unwrap();
+    assert_eq!((a.requests(), b.requests()), (17, 0));
+    assert!(!counts().await, "16 choices have passed it by");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_prefix_that_is_worth_copies_spreads_over_the_workers_of_a_device() {
     let harness = defaults();
     let (a, b) = (harness.worker_on_device(1, 1).await, harness.worker_on_device(2, 1).await);

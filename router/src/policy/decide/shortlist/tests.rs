@@ -40,7 +40,7 @@ proptest! {
             prop_assert!(all.iter().all(|candidate| candidate.cost.is_nan()));
             return Ok(());
         }
-        let context = SelectionContext { random, ..SelectionContext::default() };
+        let context = SelectionContext { random, session: None };
         let chosen = |among: &[Candidate]| {
             let (at, why) = select(&Policy::Kv, among, context).unwrap();
             let others = among.iter().filter(|other| other.nth != among[at].nth).map(|other| other.cost);
@@ -175,8 +175,7 @@ async fn decisions_are_those_from_the_costs_of_all_workers() {
             };
             let tried = if (draw >> 26).is_multiple_of(8) { vec![workers[0].run()] } else { vec![] };
             let view = FleetView::new(pool, &overlaps, tokens.len(), Needs::default(), &tried, *now);
-            let (mut scratch, selection) =
-                (Scratch::default(), SelectionContext { random: draw, ..SelectionContext::default() });
+            let (mut scratch, selection) = (Scratch::default(), SelectionContext { random: draw, session: None });
             let decision = decide(&tuning, placement, view, &mut scratch, selection).unwrap();
 
             let mut all = Vec::new();
