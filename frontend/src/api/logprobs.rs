@@ -1,5 +1,5 @@
-//! Log-probabilities as responses show them. Those of each token are encoded by themselves: the values of all tokens
-//! would take sixteen times the memory of their JSON.
+//! Log-probabilities as responses show them. Those of each token are encoded by themselves, so that only one token's
+//! values are in memory beside the JSON of an answer.
 
 use crate::model::Vocabulary;
 use crate::output::{TokenLogprobs, decimal, finite};
