@@ -4,14 +4,15 @@
 //! are computed in full. The terms of a cost are computed again from the same inputs for the few workers that need
 //! them.
 
+mod scored_worker;
 mod shortlist;
 
-use super::composition::{Features, Policy};
+use super::composition::Policy;
 use super::copy_ahead::{self, CopyAhead, Place};
 use super::cost::{Cost, DecodePricing, RemainingWork};
 use super::disaggregate;
 use super::disaggregate::ServingMode;
-use super::inputs::{Eligibility, FleetView, cacheable};
+use super::inputs::{Eligibility, FleetView};
 use super::prompt::Prompt;
 use super::replication::Replication;
 use super::select::{Candidate, SelectionContext, SelectionReason, lowest, select};
@@ -19,6 +20,7 @@ use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::{Overlap, WorkerOverlap};
 use crate::load::{Demand, ItlTarget, SharedPrefix, WorkerSnapshot};
+pub(crate) use scored_worker::ScoredWorker;
 use shortlist::Shortlist;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -45,24 +47,6 @@ pub(crate) struct PlacementRequest<'a> {
     pub(crate) may_split: bool,
     /// Seconds left until the first token should be there: by the request's deadline, or by the configured target.
     pub(crate) within: Option<f64>,
-}
-
-/// A worker with its cost.
-pub(crate) struct ScoredWorker<'a> {
-    /// Index of the worker's entry in the pool.
-    pub(crate) at: usize,
-    pub(crate) entry: &'a WorkerEntry,
-    /// The prefix of the prompt that the worker has cached.
-    pub(crate) held: WorkerOverlap,
-    pub(crate) snapshot: WorkerSnapshot,
-    pub(crate) prompt: Prompt,
-    /// Cost with prefill and decode on this worker.
-    pub(crate) aggregated: Cost,
-    /// Cost with prefill on another worker.
-    pub(crate) disaggregated: Option<Cost>,
-    pub(crate) serving_mode: ServingMode,
-    /// Whether the time of its prefill was measured and is not a default.
-    is_prefill_measured: bool,
 }
 
 /// A decision, before its reservation.
@@ -499,75 +483,6 @@ fn candidate(at: usize, entry: &WorkerEntry, snapshot: &WorkerSnapshot, cost: &C
         load: cost.load(),
         device_compute: cost.device_compute,
         chosen: snapshot.chosen,
-    }
-}
-
-impl<'a> ScoredWorker<'a> {
-    pub(crate) fn worker(&self) -> &'a Arc<Worker> {
-        &self.entry.worker
-    }
-
-    /// The cost under the chosen serving mode.
-    pub(crate) fn cost(&self) -> Cost {
-        match (self.serving_mode, self.disaggregated) {
-            (ServingMode::Disaggregated, Some(disaggregated)) => disaggregated,
-            _ => self.aggregated,
-        }
-    }
-
-    /// The inputs of a composition.
-    pub(crate) fn features(&self) -> Features<'_> {
-        let Self { prompt, held, snapshot: WorkerSnapshot { estimate, stats, .. }, .. } = self;
-        Features { cost: self.cost(), prompt: *prompt, held: *held, estimate, stats }
-    }
-
-    /// Demand of the request on the worker that decodes.
-    pub(crate) fn demand(&self) -> Demand {
-        let here = self.serving_mode == ServingMode::Aggregated;
-        let prefill_tokens = if here { self.uncached() } else { 0 };
-        let blocks = self.prompt.blocks.saturating_sub(u64::from(self.held.in_g1()));
-        let context_tokens = self.prompt.tokens + (self.prompt.output_tokens / 2.0) as u64;
-        let (timed_tokens, prefill_micros) = if here { self.timed() } else { (0, 0) };
-        let prompts = u64::from(here);
-        Demand { prefill_tokens, timed_tokens, prefill_micros, prompts, blocks, sequences: 1, context_tokens }
-    }
-
-    /// Demand of the prompt on a worker that only prefills.
-    pub(crate) fn prefill_demand(&self) -> Demand {
-        let blocks = self.prompt.tokens.div_ceil(self.prompt.block_size);
-        let (timed_tokens, prefill_micros) = self.timed();
-        Demand {
-            prefill_tokens: self.uncached(),
-            timed_tokens,
-            prefill_micros,
-            prompts: 1,
-            blocks,
-            ..Demand::default()
-        }
-    }
-
-    /// Prompt tokens to compute, and the microseconds for which later prompts wait for them. Both are 0 before prompts
-    /// were measured: a time from a default speed would stay in the sums after the real speed is known.
-    fn timed(&self) -> (u64, u64) {
-        if !self.is_prefill_measured {
-            return (0, 0);
-        }
-        (self.uncached(), (self.aggregated.steps_and_compute * 1e6).round() as u64)
-    }
-
-    /// Prompt tokens that are not cached on this worker.
-    pub(crate) fn uncached(&self) -> u64 {
-        self.prompt.uncached(self.held)
-    }
-
-    /// Prompt tokens that are cached on this worker.
-    pub(crate) fn cached(&self) -> u64 {
-        u64::from(self.held.total()) * self.prompt.block_size
-    }
-
-    /// Full prompt blocks that are not cached on this worker.
-    pub(crate) fn missing(&self) -> u64 {
-        cacheable(self.prompt.tokens, self.prompt.block_size).saturating_sub(u64::from(self.held.total()))
     }
 }
 

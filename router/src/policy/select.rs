@@ -35,7 +35,8 @@ pub(crate) enum SelectionReason {
     Only,
     /// It has the lowest cost, by more than a tie.
     LowestCost,
-    /// It was least recently chosen among several of about the same cost.
+    /// It was least recently chosen among several of about the same cost; on one device, among those that compute about
+    /// the least.
     Tie,
     /// Round robin.
     RoundRobin,
@@ -126,15 +127,12 @@ fn least(
     candidates: &[Candidate],
     among: impl Iterator<Item = usize> + Clone,
     random: u64,
-    of: impl Fn(&Candidate) -> f64,
+    of: impl Fn(&Candidate) -> f64 + Clone,
     reason: SelectionReason,
 ) -> (usize, SelectionReason) {
-    let best = lowest(among.clone().map(|at| of(&candidates[at])));
-    let limit = tie_limit(best);
-    let mut tied = 0;
-    let among = among.filter(|at| of(&candidates[*at]) <= limit).inspect(|_| tied += 1);
-    let at = least_recently_chosen(candidates, among, random);
-    (at, if tied > 1 { SelectionReason::Tie } else { reason })
+    let tied = tied(candidates, among, of);
+    let reason = if tied.clone().nth(1).is_some() { SelectionReason::Tie } else { reason };
+    (least_recently_chosen(candidates, tied, random), reason)
 }
 
 /// The candidate with the lowest cost. Of several with about the same, those for which other workers of their device
@@ -147,14 +145,14 @@ fn least_computation(
     among: impl Iterator<Item = usize> + Clone,
     random: u64,
 ) -> (usize, SelectionReason) {
-    let tied = within(candidates, among, |candidate| candidate.cost);
-    let reason = if tied.clone().nth(1).is_some() { SelectionReason::Tie } else { SelectionReason::LowestCost };
-    let at = least_recently_chosen(candidates, within(candidates, tied, |candidate| candidate.device_compute), random);
-    (at, reason)
+    let least_cost = tied(candidates, among, |candidate| candidate.cost);
+    let least_compute = tied(candidates, least_cost.clone(), |candidate| candidate.device_compute);
+    let reason = if least_cost.clone().nth(1).is_some() { SelectionReason::Tie } else { SelectionReason::LowestCost };
+    (least_recently_chosen(candidates, least_compute, random), reason)
 }
 
 /// The candidates whose value ties with the least one.
-fn within<'a>(
+fn tied<'a>(
     candidates: &'a [Candidate],
     among: impl Iterator<Item = usize> + Clone + 'a,
     of: impl Fn(&Candidate) -> f64 + Clone + 'a,
@@ -173,7 +171,7 @@ fn power_of_two(
     candidates: &[Candidate],
     among: impl Iterator<Item = usize> + Clone,
     random: u64,
-    of: impl Fn(&Candidate) -> f64,
+    of: impl Fn(&Candidate) -> f64 + Clone,
     reason: SelectionReason,
 ) -> (usize, SelectionReason) {
     let n = among.clone().count();
