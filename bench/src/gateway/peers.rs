@@ -170,7 +170,7 @@ impl Gateway {
                 let table = |url: &String| format!("[[upstreams]]\nurl = \"{url}\"\nkv_events = \"{events}\"\n");
                 let mut tables = urls.iter().map(table).collect::<Vec<_>>().concat();
                 // As many as nginx has: memory may be measured with more streams than the default allows.
-                tables.push_str("[frontend]\nmax_connections = 32768\n");
+                tables.push_str("[frontend]\nmax_connections = 32768\nshutdown_delay = \"0s\"\n");
                 if self == Self::BlockyardTokenizer {
                     let files = folder.join("tokenizer");
                     Tokenizer::default().write(&files)?;

@@ -4,14 +4,18 @@ use anyhow::{Context, Result};
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 /// Ticks per second in /proc: `USER_HZ` of Linux, the same on all its architectures of servers.
 const TICKS: f64 = 100.0;
 /// Bytes of a page.
 const PAGE: f64 = 4096.0;
+/// Time for the end after SIGTERM. The program under test needs it to write its profile (`make pgo`).
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A process that was started here. Dropping it kills it and its children.
+/// A process that was started here. Dropping it stops it with SIGTERM, and kills what is left of it and its children.
 pub struct Running {
     child: Child,
 }
@@ -72,6 +76,11 @@ impl Drop for Running {
     fn drop(&mut self) {
         // Children first: nginx and LiteLLM leave theirs behind. An id is not reused within this moment.
         let ids: Vec<String> = self.tree().iter().rev().map(u32::to_string).collect();
+        let asked = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
+        let started = Instant::now();
+        while asked.is_ok() && self.is_running() && started.elapsed() < STOP_TIMEOUT {
+            sleep(POLL_INTERVAL);
+        }
         // Fails for those that have ended.
         let _ = Command::new("kill").arg("-KILL").args(&ids).stderr(Stdio::null()).status();
         let _ = self.child.wait();
