@@ -28,7 +28,7 @@ RUST_TESTS := cargo test $(TARGETS) --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo-cluster test test-vllm test-image simulate lint fmt doc setup cargo-deny advisories
+.PHONY: help run pgo demo-cluster test test-vllm test-image simulate lint fmt doc setup cargo-deny advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
 .PHONY: bench-faults bench-cluster bench-peer bench-remote
 
@@ -37,6 +37,9 @@ help: ## List the targets
 
 run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
 	cargo run --locked --release -- $(RUN)
+
+pgo: ## Build target/pgo/blockyard, optimized by profiles of the benchmarks, half an hour (rustup component add llvm-tools)
+	bench/pgo.sh
 
 # rustdoc builds the tests of documentation crate by crate, on one core, while the other builds the benchmarks' tests.
 # Python tests wait much, for heartbeats and timeouts, so two of their files run at a time. They share no ports.
