@@ -38,6 +38,28 @@ pub(super) struct Health {
     registration: Mutex<Option<String>>,
     /// The model of the process is being loaded, which takes minutes if it is large.
     is_loading: AtomicBool,
+    pub(super) reload: Arc<ReloadState>,
+}
+
+/// Whether the last reload of the configuration was rejected.
+#[derive(Default, Debug)]
+pub struct ReloadState {
+    is_rejected: AtomicBool,
+}
+
+/// Without the reason, which may have values of the configuration that clients must not see.
+const REJECTED: &str = "the changed configuration was rejected, so the former one stays in effect; the log and \
+                        GET /admin/config have the reason";
+
+impl ReloadState {
+    /// Records the outcome of a reload.
+    pub fn record(&self, is_rejected: bool) {
+        self.is_rejected.store(is_rejected, Ordering::Relaxed);
+    }
+
+    fn problem(&self) -> Option<String> {
+        self.is_rejected.load(Ordering::Relaxed).then(|| REJECTED.to_owned())
+    }
 }
 
 impl Health {
@@ -103,7 +125,8 @@ impl Health {
         };
         let upstreams = upstreams.iter().flat_map(of_upstreams);
         let certificates: Vec<_> = self.certificates.lock().iter().flat_map(CertificateMetrics::problems).collect();
-        nats.chain(upstreams).chain(paths).chain(shared).chain(certificates).chain(panics).collect()
+        let reload = self.reload.problem();
+        nats.chain(upstreams).chain(paths).chain(shared).chain(certificates).chain(reload).chain(panics).collect()
     }
 }
 
