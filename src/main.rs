@@ -139,7 +139,8 @@ impl Launch {
     ) -> anyhow::Result<()> {
         let Self { purpose, sources, loaded, set_log_filter, printed } = self;
         let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
-        let reload = Reload::new((sources, purpose), loaded, sections, set_log_filter, node.registry())?;
+        let shown = Arc::clone(node.reload_state());
+        let reload = Reload::new((sources, purpose), loaded, sections, set_log_filter, node.registry(), shown)?;
         // Aborted when this function returns.
         let mut background = JoinSet::new();
         let mut admin_address = None;

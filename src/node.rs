@@ -42,6 +42,7 @@ mod workers;
 
 pub(crate) use self::tokenizers::load as load_tokenizers;
 pub use cache_audit::{CacheAudit, TierAudit};
+pub use health::ReloadState;
 pub(crate) use http_server::{PortError, bind, connections_within, files_for, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight, restart_preflight};
@@ -107,6 +108,8 @@ pub struct HttpProcess {
     http: HttpServer,
     /// Read by the metrics, too.
     audit: Arc<CacheAudit>,
+    /// Read by `/ready`, too.
+    reload: Arc<ReloadState>,
 }
 
 /// Time that the start waits for the upstreams to answer. Requests are served as soon as one has.
@@ -141,6 +144,11 @@ pub trait Process {
     /// The audit of stored against indexed blocks.
     fn audit(&self) -> &Arc<CacheAudit> {
         &self.process().audit
+    }
+
+    /// What `/ready` says of the last reload of the configuration.
+    fn reload_state(&self) -> &Arc<ReloadState> {
+        &self.process().reload
     }
 
     /// Resolves when the HTTP server has failed, with the reason. A worker that fails is deregistered; the others
@@ -268,6 +276,7 @@ impl Node {
             // From here on an early return closes the HTTP server.
             http: HttpServer::start(server, listener, app),
             audit: Arc::new(CacheAudit { router: Some(Arc::clone(&router)), workers: Vec::new(), stores: Vec::new() }),
+            reload: Arc::clone(&health.reload),
         };
         let node = Self {
             process,

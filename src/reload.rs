@@ -9,7 +9,7 @@ mod sections;
 pub use sections::{Change, Engines, Routing, Section, Servers};
 
 use crate::config::{Config, Log, Origins, Purpose, Sources, as_json, changes};
-use crate::node::{Refused, restart_preflight};
+use crate::node::{Refused, ReloadState, restart_preflight};
 use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use sections::LogFilter;
@@ -24,6 +24,8 @@ pub struct Reload {
     /// In the order in which they take effect.
     sections: Vec<Box<dyn Section>>,
     outcomes: IntCounterVec,
+    /// What `/ready` reads. It has no lock that a reload holds.
+    shown: Arc<ReloadState>,
     state: Mutex<State>,
 }
 
@@ -97,13 +99,14 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 impl Reload {
     /// Reload for a process that runs `config`, which was loaded from `sources` for `purpose` when their file had the
     /// stamp `read`. The start of a process may take minutes, and the file may have changed since. `sections` are the
-    /// keys that take effect while it runs, beside `log.filter`.
+    /// keys that take effect while it runs, beside `log.filter`. `shown` is what `/ready` says of the last reload.
     pub fn new(
         (sources, purpose): (Sources, Purpose),
         (config, origins, read): (Config, Origins, FileStamp),
         mut sections: Vec<Box<dyn Section>>,
         set_log_filter: SetLogFilter,
         registry: &Registry,
+        shown: Arc<ReloadState>,
     ) -> Result<Arc<Self>, prometheus::Error> {
         let help = "Reloads of the configuration, by outcome: applied, unchanged or rejected.";
         let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
@@ -114,7 +117,7 @@ impl Reload {
         }
         let state = Mutex::new(State { running: config, origins, last: None, read });
         sections.push(Box::new(LogFilter(set_log_filter)));
-        Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))
+        Ok(Arc::new(Self { sources, purpose, sections, outcomes, shown, state }))
     }
 
     /// Reloads the configuration now.
@@ -148,6 +151,7 @@ impl Reload {
         }
         let report = Report { outcome, trigger, attempted_at, applied, needs_restart, error };
         self.outcomes.with_label_values(&[report.outcome.name()]).inc();
+        self.shown.record(report.outcome == Outcome::Rejected);
         state.last = Some(report.clone());
         report
     }

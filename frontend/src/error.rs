@@ -1,5 +1,5 @@
-//! Errors of requests, and the only place that maps them to HTTP statuses and to the error objects of OpenAI and
-//! Anthropic.
+//! Errors of requests, and the only place that maps them to HTTP statuses and to the error objects of OpenAI, Anthropic
+//! and Cohere.
 
 mod form;
 

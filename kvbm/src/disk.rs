@@ -38,7 +38,7 @@ mod victim;
 mod write;
 
 pub use inspect::{DomainBlocks, LogContents, inspect};
-pub use lock::check_owner;
+pub use lock::{check_owner, wait_for_owner};
 pub use settings::{OpenError, Settings};
 pub use tier::{DiskTier, PathState};
 pub use verify::{Verification, verify};

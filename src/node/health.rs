@@ -38,6 +38,28 @@ pub(super) struct Health {
     registration: Mutex<Option<String>>,
     /// The model of the process is being loaded, which takes minutes if it is large.
     is_loading: AtomicBool,
+    pub(super) reload: Arc<ReloadState>,
+}
+
+/// Whether the last reload of the configuration was rejected.
+#[derive(Default, Debug)]
+pub struct ReloadState {
+    is_rejected: AtomicBool,
+}
+
+/// Without the reason, which may have values of the configuration that clients must not see.
+const REJECTED: &str = "the changed configuration was rejected, so the former one stays in effect; the log and \
+                        GET /admin/config have the reason";
+
+impl ReloadState {
+    /// Records the outcome of a reload.
+    pub fn record(&self, is_rejected: bool) {
+        self.is_rejected.store(is_rejected, Ordering::Relaxed);
+    }
+
+    fn problem(&self) -> Option<String> {
+        self.is_rejected.load(Ordering::Relaxed).then(|| REJECTED.to_owned())
+    }
 }
 
 impl Health {
@@ -92,7 +114,7 @@ impl Health {
         let paths = disk.iter().flat_map(|disk| disk.paths()).filter_map(problem_of_path);
         let shared = self.shared.get().into_iter().flatten().filter_map(Weak::upgrade);
         let shared = shared.flat_map(|tier| {
-            let problems = problems_of_store(tier.is_available(), tier.read_failure(), tier.write_failure());
+            let problems = problems_of_store(tier.outage(), tier.read_failure(), tier.write_failure());
             problems.into_iter().map(move |problem| format!("tiers.{}: {problem}", tier.level().name()))
         });
         let nats = self.nats.get().and_then(Weak::upgrade);
@@ -103,7 +125,8 @@ impl Health {
         };
         let upstreams = upstreams.iter().flat_map(of_upstreams);
         let certificates: Vec<_> = self.certificates.lock().iter().flat_map(CertificateMetrics::problems).collect();
-        nats.chain(upstreams).chain(paths).chain(shared).chain(certificates).chain(panics).collect()
+        let reload = self.reload.problem();
+        nats.chain(upstreams).chain(paths).chain(shared).chain(certificates).chain(reload).chain(panics).collect()
     }
 }
 
@@ -137,9 +160,13 @@ fn problem_of_path(PathState { folder, failure, write_failure, limited_to, .. }:
 }
 
 /// The same of a store, and of one that refused the last read of blocks.
-fn problems_of_store(is_available: bool, read_failure: Option<String>, write_failure: Option<String>) -> Vec<String> {
-    if !is_available {
-        return vec!["the store does not answer".to_owned()];
+fn problems_of_store(
+    outage: Option<String>,
+    read_failure: Option<String>,
+    write_failure: Option<String>,
+) -> Vec<String> {
+    if let Some(why) = outage {
+        return vec![format!("the store cannot be used: {why}")];
     }
     let reads = read_failure.map(|why| format!("cannot read blocks: {why}; {COMPUTED}"));
     let writes = write_failure.map(|why| format!("cannot write to the store: {why}; {STILL_READ}"));
@@ -240,10 +267,11 @@ mod tests {
         assert!(full.starts_with("tiers.g3: cannot write to /kv: No space left on device"), "{full}");
         assert_eq!(path(Some("gone"), Some("full")).unwrap(), "tiers.g3: /kv is down: gone");
         let why = |text: &str| Some(text.to_owned());
-        assert!(problems_of_store(true, None, None).is_empty());
-        let denied = problems_of_store(true, why("denied"), why("no access"));
+        assert!(problems_of_store(None, None, None).is_empty());
+        let denied = problems_of_store(None, why("denied"), why("no access"));
         assert!(denied[0].starts_with("cannot read blocks: denied"), "{denied:?}");
         assert!(denied[1].starts_with("cannot write to the store: no access"), "{denied:?}");
-        assert_eq!(problems_of_store(false, why("denied"), why("timeout")), ["the store does not answer"]);
+        let outage = problems_of_store(why("connection refused"), why("denied"), why("timeout"));
+        assert_eq!(outage, ["the store cannot be used: connection refused"], "reads and writes fail for that reason");
     }
 }

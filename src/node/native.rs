@@ -5,7 +5,7 @@ use super::drain_copies::OtherWorkers;
 use super::health::Health;
 use super::scope::Scope;
 use super::sizes::{self, Disk, Needs, ShortContext, Shortage, Sizes};
-use super::stores::Stores;
+use super::stores::{Stores, check_owners};
 use super::transforms::Transforms;
 use super::workers::{RunningWorker, Shared};
 use super::{model, quotas};
@@ -69,6 +69,7 @@ impl Native {
         permissions::create_configured_dir(&config.data_dir, is_ours)
             .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))
             .map_err(|error| with_another_folder(&error))?;
+        check_owners(&sizes::disks(&config.tiers, &config.data_dir, machine::space)).await?;
         let machine = Machine::detect();
         let threads = config.threads.on(machine.threads);
         let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await;

@@ -11,6 +11,7 @@ use super::workers::epoch_now;
 use crate::config::{ByteSize, Config};
 use crate::process::machine;
 use anyhow::{Context, bail};
+use futures::future::join_all;
 use kvbm::crypt::MetadataKeys;
 use kvbm::object::{Access, GcScheduler, StoreHealth, StoreLocation};
 use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Quotas, Tier, disk, object};
@@ -54,6 +55,9 @@ struct Store {
 /// Limit of the time that the start waits for a tier to list its blocks. Blocks that are listed later are recomputed
 /// until then.
 const CATCH_UP_MAX: Duration = Duration::from_secs(2);
+/// Limit of the time that the start waits for the owner of a log to be known: that of an owner that is closing, and as
+/// much for a folder that answers slowly.
+const OWNER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Minimum time for closing G3, if requests have used up the shutdown timeout.
 const CLOSE_MIN: Duration = Duration::from_secs(1);
 
@@ -347,6 +351,23 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> Result
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
         settings.check_block(shares, block).map_err(|error| refused(&error, &folders))
     })
+}
+
+/// Fails if another process has one of the logs open. Called before the model is loaded, which may take minutes. A
+/// folder that cannot be read, or does not answer in time, is a matter of opening it.
+pub(super) async fn check_owners(disks: &[Disk]) -> Result<(), LogRefused> {
+    let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
+    let owned = |folder: PathBuf| match disk::wait_for_owner(&folder) {
+        Err(error @ disk::OpenError::Owned { .. }) => Some(error),
+        Ok(()) | Err(_) => None,
+    };
+    let checks = folders.iter().cloned().map(|folder| tokio::task::spawn_blocking(move || owned(folder)));
+    for checked in join_all(checks.map(|check| timeout(OWNER_TIMEOUT, check))).await {
+        if let Ok(Ok(Some(error))) = checked {
+            return Err(refused(&error, &folders));
+        }
+    }
+    Ok(())
 }
 
 /// The error of opening the logs in `folders`, with advice.

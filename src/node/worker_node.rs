@@ -136,7 +136,7 @@ impl WorkerNode {
         let certificate = ExampleCertificate::default();
         let banner = Banner { address, has_tls, certificate, needs_key, serves: Serves::Workers(Box::new(facts)) };
         Ok(Self {
-            process: HttpProcess { banner, registry, http, audit },
+            process: HttpProcess { banner, registry, http, audit, reload: Arc::clone(&health.tiers.reload) },
             health,
             native,
             discovery,

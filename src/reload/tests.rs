@@ -71,7 +71,7 @@ impl Harness {
         sections
             .extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false, may_be_none }) as _));
         let sources = (sources, purpose);
-        let reload = Reload::new(sources, loaded, sections, set_log_filter, &registry).unwrap();
+        let reload = Reload::new(sources, loaded, sections, set_log_filter, &registry, Arc::default()).unwrap();
         Self { file, reload, router, filters_set, registry }
     }
 
@@ -316,7 +316,8 @@ fn sections_change_together_or_not_at_all() {
     let section = |key| Box::new(Counting { key, seen: seen.clone() }) as Box<dyn Section>;
     let sections = vec![section("shutdown_timeout"), section("threads")];
     let set_log: SetLogFilter = Box::new(|_, _| Ok(()));
-    let reload = Reload::new((sources, Purpose::Worker), loaded, sections, set_log, &Registry::new()).unwrap();
+    let reload =
+        Reload::new((sources, Purpose::Worker), loaded, sections, set_log, &Registry::new(), Arc::default()).unwrap();
     let reloaded = |timeout: u64| {
         std::fs::write(file.path(), format!("shutdown_timeout = '{timeout}s'\n")).unwrap();
         let report = reload.now("admin");
@@ -349,7 +350,9 @@ async fn a_frontend_reloads_the_settings_of_models_that_its_workers_serve() {
         Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
     let loaded = load(&sources, Purpose::Frontend);
     let set_log: SetLogFilter = Box::new(|_, _| Ok(()));
-    let reload = Reload::new((sources, Purpose::Frontend), loaded, Vec::new(), set_log, &Registry::new()).unwrap();
+    let reload =
+        Reload::new((sources, Purpose::Frontend), loaded, Vec::new(), set_log, &Registry::new(), Arc::default())
+            .unwrap();
     std::fs::write(file.path(), "[router.models.llama]\npolicy = 'random'\n").unwrap();
     assert_eq!(reload.now("file").error, None, "`llama` is a model of another process");
 }
@@ -384,7 +387,7 @@ async fn a_change_of_the_log_filter_is_logged_once_also_from_off() {
         Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
     let loaded = load(&sources, Purpose::Serve);
     let sources = (sources, Purpose::Serve);
-    let reload = Reload::new(sources, loaded, Vec::new(), set_log, &Registry::new()).unwrap();
+    let reload = Reload::new(sources, loaded, Vec::new(), set_log, &Registry::new(), Arc::default()).unwrap();
     let _log = tracing::subscriber::set_default(log.finish());
     reload.set_log_filter("off").unwrap();
     for filter in ["debug", "warn", "info", "off"] {

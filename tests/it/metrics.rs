@@ -13,6 +13,7 @@ use prometheus::{IntGauge, Registry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 use transport::CertificateMetrics;
 use worker::plane::nats;
 use worker::remote::SecretMetrics;
@@ -95,7 +96,8 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let set_log = Box::new(|_: &str, _| Ok(()));
     let loaded = (config, origins, FileStamp::of(&Sources::default()));
     let sources = (Sources::default(), Purpose::Serve);
-    let _reload = Reload::new(sources, loaded, Vec::new(), set_log, node.registry()).unwrap();
+    let shown = Arc::clone(node.reload_state());
+    let _reload = Reload::new(sources, loaded, Vec::new(), set_log, node.registry(), shown).unwrap();
     register_cluster(node.registry());
     let before = exposed(node.registry());
     for name in [

@@ -59,6 +59,12 @@ async fn reloads_by_file_signal_and_admin_api_keep_streams_alive() {
     let report: Value = answer.json().await.unwrap();
     assert!(report["error"].as_str().unwrap().contains("router.policy = \"randm\""), "{report}");
     assert_eq!(get(&format!("{admin}/config")).await["config"]["router.policy"]["value"], "random");
+    let degraded = async || get(&format!("{url}/ready")).await["degraded"].clone();
+    let listed = degraded().await;
+    assert!(listed[0].as_str().is_some_and(|problem| problem.contains("configuration was rejected")), "{listed}");
+    std::fs::write(&file, "[router]\npolicy = 'random'\n").unwrap();
+    let answer = http.post(format!("{admin}/reload")).header("x-blockyard-admin", "1").send().await.unwrap();
+    assert_eq!((answer.status().as_u16(), degraded().await), (200, Value::Null), "until one is accepted");
 
     let rest = stream.text().await.unwrap();
     assert!(rest.contains(r#""finish_reason":"length""#) && rest.trim_end().ends_with("[DONE]"), "{rest}");

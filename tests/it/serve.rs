@@ -4,7 +4,9 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::{client, program};
-use blockyard::config::{Budget, ByteSize, Compression, Config, Encryption, HumanDuration, Listen, SharedFlash};
+use blockyard::config::{
+    Budget, ByteSize, Compression, Config, DiskPath, Encryption, HumanDuration, Listen, SharedFlash,
+};
 use blockyard::node::{Node, Process};
 use kvbm::crypt::KeySource;
 use kvbm::object::StoreLocation;
@@ -277,8 +279,15 @@ async fn a_small_g1_limits_the_context_that_clients_see() {
 async fn a_second_node_on_a_data_folder_is_rejected() {
     let data = tempfile::tempdir().unwrap();
     let harness = Harness::start(config(data.path())).await;
+    let log = config(data.path()).data_dir.join("g3");
     let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is in use"));
     assert!(error.contains("--data-dir") && error.contains("process"), "{error}");
+    // Before the model is loaded, whose folder would be written first.
+    let other = tempfile::tempdir().unwrap();
+    let mut config = config(other.path());
+    config.tiers.g3_paths = vec![DiskPath { path: log, capacity: Budget::Auto }];
+    let error = format!("{:#}", Node::start(&config).await.err().expect("the log is in use"));
+    assert!(error.contains("belongs to process") && !config.data_dir.join("models").exists(), "{error}");
     harness.node.shutdown().await;
 }
 

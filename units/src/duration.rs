@@ -22,6 +22,8 @@ const UNITS: [(&str, u128); 6] = [
 ];
 /// The longest duration in nanoseconds.
 const MAX: u128 = 1000 * 24 * 3_600_000_000_000;
+/// The error of a longer one.
+const TOO_LARGE: &str = r#"it is too large: the longest duration is "24000h" (1000 days)"#;
 
 impl HumanDuration {
     /// A duration of whole seconds.
@@ -75,8 +77,16 @@ impl FromStr for HumanDuration {
             };
         }
         let unit = UNITS.iter().find(|(unit, _)| *unit == name).map(|(_, unit)| *unit);
-        let nanos = unit.and_then(|unit| text::scaled(number, unit)).filter(|nanos| *nanos <= MAX);
-        let nanos = nanos.ok_or_else(|| Invalid(hint.into()))?;
+        let unit = unit.ok_or_else(|| Invalid(hint.into()))?;
+        let nanos = match text::scaled(number, unit) {
+            Some(nanos) if nanos <= MAX => nanos,
+            Some(_) => return Err(Invalid(TOO_LARGE.into())),
+            // It has too many digits, or is no number.
+            None if number.parse::<f64>().is_ok_and(|number| number * unit as f64 > MAX as f64) => {
+                return Err(Invalid(TOO_LARGE.into()));
+            }
+            None => return Err(Invalid(hint.into())),
+        };
         let (seconds, rest) = (nanos / 1_000_000_000, nanos % 1_000_000_000);
         Ok(Self(Duration::new(seconds as u64, rest as u32)))
     }
@@ -118,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_number_without_a_unit_is_refused_with_the_right_spelling() {
-        for text in ["30", "", "s", "-1s", "infs", "3 fortnights", "nan", "1e300s", "24001h", ".s", "1.2.3s"] {
+        for text in ["30", "", "s", "-1s", "infs", "3 fortnights", "nan", "1e300s", ".s", "1.2.3s"] {
             assert!(text.parse::<HumanDuration>().unwrap_err().to_string().contains("250ms"), "{text}");
         }
         for (json, wanted) in [("30", "\"30s\""), ("1.5", "\"1.5s\""), ("true", "like \"250ms\"")] {
@@ -126,6 +136,16 @@ mod tests {
             assert!(error.contains(wanted), "{json}: {error}");
         }
         assert_eq!(serde_json::from_str::<HumanDuration>("0").unwrap(), HumanDuration::default());
+    }
+
+    #[test]
+    fn a_duration_that_is_too_large_is_refused_with_the_largest() {
+        let parse = |text: &str| text.parse::<HumanDuration>();
+        for text in ["24001h", "24000.001h", "86400000.000000001s", "100000000000000000000000s"] {
+            let error = parse(text).unwrap_err().to_string();
+            assert_eq!(error, r#"it is too large: the longest duration is "24000h" (1000 days)"#, "{text}");
+        }
+        assert_eq!(parse("24000h"), Ok(HumanDuration(Duration::from_nanos(MAX as u64))));
     }
 
     proptest::proptest! {

@@ -1,4 +1,4 @@
-//! The form of error objects and events: that of OpenAI's or of Anthropic's API.
+//! The form of error objects and events: that of OpenAI's, Anthropic's or Cohere's API.
 
 use super::Error;
 use axum::http::StatusCode;
@@ -14,13 +14,20 @@ pub(crate) enum ErrorForm {
     /// `{"type": "error", "error": {…}}`, and an event with the name `error`. Anthropic's clients pass over events
     /// without a name, so a stream that broke off would look complete to them.
     Anthropic,
+    /// `{"message": …}`, and the event that ends a message, with the finish reason of an error. Cohere's clients wait
+    /// for this event.
+    Cohere,
 }
+
+/// The endpoints of Cohere's API that do not begin with `/cohere/`.
+const OF_COHERE: [&str; 2] = ["/v2/embed", "/v2/rerank"];
 
 impl ErrorForm {
     /// The form for requests to this path.
     pub(crate) fn of(path: &str) -> Self {
         match path.strip_prefix("/v1/messages") {
             Some(rest) if rest.is_empty() || rest.starts_with('/') => Self::Anthropic,
+            _ if path.starts_with("/cohere/") || OF_COHERE.contains(&path) => Self::Cohere,
             _ => Self::OpenAi,
         }
     }
@@ -34,6 +41,9 @@ impl Error {
         {
             return in_form(response, form);
         }
+        if form == ErrorForm::Cohere {
+            return json!({ "message": self.to_string() }).to_string();
+        }
         let mut body = self.body();
         if form == ErrorForm::Anthropic {
             (body.r#type, body.error.r#type) = (Some("error"), anthropic_type(self.status()));
@@ -43,8 +53,14 @@ impl Error {
 
     /// The error as an event of a stream.
     pub(crate) fn event(&self, form: ErrorForm) -> String {
-        let name = if form == ErrorForm::Anthropic { "event: error\n" } else { "" };
-        format!("{name}data: {}\n\n", self.object(form))
+        match form {
+            ErrorForm::OpenAi => format!("data: {}\n\n", self.object(form)),
+            ErrorForm::Anthropic => format!("event: error\ndata: {}\n\n", self.object(form)),
+            ErrorForm::Cohere => {
+                let delta = json!({ "error": self.to_string(), "finish_reason": "ERROR" });
+                format!("event: message-end\ndata: {}\n\n", json!({ "type": "message-end", "delta": delta }))
+            }
+        }
     }
 
     /// Writes the error object of a response to this error in another form. A server's error stays as it is, but not
@@ -64,6 +80,9 @@ fn in_form(response: &ErrorResponse, form: ErrorForm) -> String {
         (ErrorForm::Anthropic, Some(mut object)) if object["error"].is_object() => {
             object["error"]["type"] = anthropic_type(response.status).into();
             json!({ "type": "error", "error": object["error"] }).to_string()
+        }
+        (ErrorForm::Cohere, Some(object)) if object["error"]["message"].is_string() => {
+            json!({ "message": object["error"]["message"] }).to_string()
         }
         _ => String::from_utf8_lossy(&response.body).into_owned(),
     }

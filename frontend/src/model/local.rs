@@ -9,10 +9,11 @@
 mod messages;
 
 use super::encode::{EncodeJob, Encoder};
-use super::template::Template;
+use super::template::{Template, exceeded_limit};
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use serde_json::{Map, Value};
+use spans::LogLimit;
 use tokenizers::Tokenizer;
 
 /// Put at the end of the last message, and searched in the rendered prompt, if the model continues that message. The
@@ -51,6 +52,8 @@ pub struct LocalTokenizer {
     template: Option<Template>,
     /// Texts of the added tokens.
     added: Vec<String>,
+    /// The limit of the log lines about a template that was stopped.
+    stopped: LogLimit,
 }
 
 /// A prompt as text.
@@ -120,7 +123,8 @@ impl LocalTokenizer {
         let mut added: Vec<_> = tokenizer.get_added_tokens_decoder().into_iter().collect();
         added.sort_unstable_by_key(|(id, _)| *id);
         let encoder = Encoder::new(tokenizer, &vocabulary).map_err(|error| error.to_string())?;
-        Ok(Self { encoder, template, added: added.into_iter().map(|(_, token)| token.content).collect() })
+        let added = added.into_iter().map(|(_, token)| token.content).collect();
+        Ok(Self { encoder, template, added, stopped: LogLimit::default() })
     }
 
     /// The tokens of a text, without those that the tokenizer adds around it.
@@ -207,7 +211,13 @@ impl LocalTokenizer {
         variables.insert("messages".into(), messages.into());
         variables.insert("tools".into(), tools);
         variables.insert("add_generation_prompt".into(), add_generation_prompt.into());
-        let mut prompt = template.render_variables(&variables).ok()?;
+        let rendered = template.render_variables(&variables);
+        if let Some(problem) = rendered.as_ref().err().and_then(exceeded_limit)
+            && self.stopped.admit().is_some()
+        {
+            tracing::warn!("a local chat template {problem}; the server is asked for the tokens");
+        }
+        let mut prompt = rendered.ok()?;
         if continues {
             let at = prompt.rfind(CONTINUED.trim_end())?;
             let is_trimmed = !prompt[at..].starts_with(CONTINUED);

@@ -1,7 +1,9 @@
 //! Chat templates: the Jinja template of a model's folder, compiled once, with the functions of Hugging Face's renderer
 //! (`raise_exception`, `strftime_now`, `tojson`, Python's methods).
 //!
-//! A template is trusted like the model: it can compute, but it has no access to files or the network.
+//! A template is trusted like the model: it can compute, but it has no access to files or the network. Its instructions
+//! and its output are limited, so that one that loops fails the request only. Not here: a limit of the memory or time
+//! of a single instruction, like one that joins two long strings.
 
 mod python_json;
 mod strftime;
@@ -11,9 +13,18 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind};
 use serde_json::Map;
+use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const NAME: &str = "chat template";
+
+/// Maximum instructions of one rendering. Most templates need less than 100 per message and 2,000 per tool. That of
+/// gpt-oss looks at all later messages for each message with a call of a tool: 2,000 messages, each with a call, need
+/// 26 million. 100 million take some seconds.
+const MAX_INSTRUCTIONS: u64 = 100_000_000;
+
+/// Maximum bytes of a prompt: more tokens than the context of any model, and little enough memory for a server.
+const MAX_OUTPUT: usize = 256 << 20;
 
 /// A compiled chat template.
 pub(crate) struct Template(Environment<'static>);
@@ -48,6 +59,7 @@ impl Template {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(broken)?;
         environment.set_syntax(syntax);
+        environment.set_fuel(Some(MAX_INSTRUCTIONS));
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
@@ -72,14 +84,13 @@ impl Template {
     pub(crate) fn render(&self, conversation: Conversation) -> Result<String, Error> {
         let render_error = |error: minijinja::Error| {
             let message = match (error.kind(), error.detail()) {
-                (ErrorKind::InvalidOperation, Some(detail)) => detail.to_owned(),
-                _ => error.to_string(),
+                _ if let Some(problem) = exceeded_limit(&error) => format!("The chat template {problem}."),
+                (ErrorKind::InvalidOperation, Some(detail)) => {
+                    format!("The chat template refused the conversation: {detail}")
+                }
+                _ => format!("The chat template refused the conversation: {error}"),
             };
-            Error::invalid(
-                "messages",
-                "invalid_value",
-                format!("The chat template refused the conversation: {message}"),
-            )
+            Error::invalid("messages", "invalid_value", message)
         };
         let last = conversation.continue_final_message.then(|| last_content(&conversation.messages)).transpose()?;
         let mut variables: Map<String, serde_json::Value> = conversation.variables;
@@ -112,7 +123,40 @@ impl Template {
         &self,
         variables: &Map<String, serde_json::Value>,
     ) -> Result<String, minijinja::Error> {
-        self.0.get_template(NAME)?.render(Value::from(Serde(variables)))
+        let mut prompt = Prompt::default();
+        self.0.get_template(NAME)?.render_captured_to(Value::from(Serde(variables)), &mut prompt)?;
+        Ok(String::from_utf8(prompt.0).expect("a template writes whole strings"))
+    }
+}
+
+/// How a template exceeded a limit: words that follow "the chat template". `None` for other errors.
+pub(crate) fn exceeded_limit(error: &minijinja::Error) -> Option<String> {
+    match error.kind() {
+        ErrorKind::OutOfFuel => {
+            Some(format!("was stopped: it does not end within {MAX_INSTRUCTIONS} instructions on this conversation"))
+        }
+        ErrorKind::WriteFailure => {
+            Some(format!("was stopped: it writes more than {} MiB for this conversation", MAX_OUTPUT >> 20))
+        }
+        _ => None,
+    }
+}
+
+/// The output of a template, up to the limit.
+#[derive(Default)]
+struct Prompt(Vec<u8>);
+
+impl io::Write for Prompt {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        if self.0.len() + text.len() > MAX_OUTPUT {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -192,6 +192,26 @@ async fn clients_of_messages_get_errors_in_the_form_of_anthropic() {
 }
 
 #[tokio::test]
+async fn clients_of_cohere_get_errors_in_its_form() {
+    let stream = vec![head_of("text/event-stream"), part("event: content-delta\ndata: {}\n\n"), broken()];
+    let router = relaying(stream).router();
+    let answer = post(&router, "/cohere/v2/chat", r#"{"model":"org/tiny","messages":[],"stream":true}"#).await;
+    let text = String::from_utf8(answer.body).unwrap();
+    // Cohere's clients read events by their type, and know none of an error.
+    let event = text.strip_prefix("event: content-delta\ndata: {}\n\nevent: message-end\ndata: ").expect(&text);
+    let event: Value = serde_json::from_str(event.trim_end()).unwrap();
+    assert_eq!((&event["type"], &event["delta"]["finish_reason"]), (&json!("message-end"), &json!("ERROR")));
+    assert!(event["delta"]["error"].as_str().unwrap().contains("the connection was reset"));
+    for path in ["/cohere/v2/chat", "/cohere/v2/chat/render", "/v2/embed", "/v2/rerank"] {
+        let unknown = post(&router, path, r#"{"model":"org/none","messages":[]}"#).await;
+        assert_eq!((unknown.status.as_u16(), unknown.header("content-type")), (404, "application/json"));
+        let error = unknown.json();
+        assert_eq!(error.as_object().unwrap().len(), 1, "{path}: {error}");
+        assert!(error["message"].as_str().unwrap().starts_with("The model `org/none` does not exist."), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn an_error_in_place_of_a_servers_answer_has_the_form_of_the_endpoint() {
     let object = r#"{"error":{"message":"m","type":"server_error","param":null,"code":"bad_gateway"}}"#;
     for (path, is_of_gateway, expected) in [
@@ -201,6 +221,8 @@ async fn an_error_in_place_of_a_servers_answer_has_the_form_of_the_endpoint() {
             r#"{"type":"error","error":{"message":"m","type":"api_error","param":null,"code":"bad_gateway"}}"#,
         ),
         ("/v1/messages", false, object),
+        ("/cohere/v2/chat", true, r#"{"message":"m"}"#),
+        ("/cohere/v2/chat", false, object),
         ("/v1/completions", true, object),
     ] {
         let engine = FakeEngine::new(move |_| {

@@ -35,6 +35,18 @@ pub fn check_owner(folder: &Path) -> Result<(), OpenError> {
     }
 }
 
+/// The same for a process that is about to open the log: an owner that is closing gets the time for it. Blocks the
+/// calling thread meanwhile.
+pub fn wait_for_owner(folder: &Path) -> Result<(), OpenError> {
+    let started = Instant::now();
+    loop {
+        match check_owner(folder) {
+            Err(OpenError::Owned { .. }) if started.elapsed() < ACQUIRE_TIMEOUT => std::thread::sleep(RETRY_INTERVAL),
+            checked => return checked,
+        }
+    }
+}
+
 /// The lock of a folder, until dropped.
 #[must_use]
 pub(super) struct FolderLock {
@@ -93,8 +105,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         assert!(check_owner(folder.path()).is_ok() && check_owner(&folder.path().join("missing")).is_ok());
         assert_eq!(folder.path().read_dir().unwrap().count(), 0, "nothing is created");
-        let _lock = FolderLock::acquire(folder.path()).unwrap();
+        let lock = FolderLock::acquire(folder.path()).unwrap();
         let error = check_owner(folder.path()).unwrap_err().to_string();
         assert!(error.ends_with(&format!("belongs to process {}", std::process::id())), "{error}");
+        assert!(matches!(wait_for_owner(folder.path()), Err(OpenError::Owned { .. })));
+        drop(lock);
+        assert!(wait_for_owner(folder.path()).is_ok());
     }
 }

@@ -238,6 +238,15 @@ impl ObjectTier {
         *self.health.borrow() == StoreHealth::Ready
     }
 
+    /// Why the store cannot be used, by the last poll; `None` if it responded.
+    pub fn outage(&self) -> Option<String> {
+        match &*self.health.borrow() {
+            StoreHealth::Ready => None,
+            StoreHealth::Starting => Some("it has not answered yet".to_owned()),
+            StoreHealth::Unavailable(why) | StoreHealth::Refused(why) => Some(why.clone()),
+        }
+    }
+
     /// Why the last write of blocks failed, until one succeeds. The blocks in the store may still be read.
     pub fn write_failure(&self) -> Option<String> {
         self.client.writes.failure()

@@ -13,4 +13,4 @@ mod simd;
 
 pub(super) use forward::{Chunk, Logits, LogitsVisitor, Model};
 pub(super) use kv_cache::KvCache;
-pub(super) use sampling::{Sampler, logprobs};
+pub(super) use sampling::{Sampler, are_finite, logprobs};

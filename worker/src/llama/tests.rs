@@ -1,9 +1,9 @@
 //! The central property of the engine: an answer and its KV have the same bits, independent of the tier that the prefix
 //! came from, of the chunks of the prompt, and of the other sequences in the batch.
 
-use super::Settings;
+use super::{Builtin, ModelSource, Runtime, Settings};
 use crate::engine::contract::{self, collect, request};
-use crate::engine::{Engine, FinishReason, Output, Work};
+use crate::engine::{Engine, Error, FinishReason, Output, Work};
 use crate::handoff::Peers;
 use crate::plane::WorkerId;
 use futures::StreamExt;
@@ -74,6 +74,26 @@ async fn a_client_that_pauses_gets_the_rest_later() {
     let beside = harness.run(&prompt, 300).await.ids;
     let rest = collect(slow).await.unwrap();
     assert_eq!([first.ids, rest.ids].concat(), beside);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn logits_that_are_not_finite_fail_the_request() {
+    let data = tempfile::tempdir().unwrap();
+    let folder = Builtin::Tiny.ensure(data.path(), &|_, _| ()).unwrap();
+    let path = folder.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    // The first matrix of the file begins with weights whose products overflow.
+    bytes[start..start + 64].copy_from_slice(&[0x7f; 64]);
+    std::fs::write(&path, bytes).unwrap();
+    let runtime = Runtime::open(&ModelSource::Folder(folder), data.path(), 2, &|_, _| ()).unwrap();
+    let harness = Harness::of_model(runtime, Shape::default());
+    for logprobs in [None, Some(3)] {
+        let mut request = request(&*harness.engine, &Rng(9).tokens(40), 8);
+        request.sampling.prompt_logprobs = logprobs;
+        let error = collect(harness.engine.generate(request).await.unwrap()).await.unwrap_err();
+        assert!(matches!(&error, Error::Failed(why) if why.contains("logits that are not finite")), "{error}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

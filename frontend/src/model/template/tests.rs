@@ -88,3 +88,35 @@ fn variables_of_the_client_reach_the_template() {
     conversation.variables.insert("enable_thinking".into(), false.into());
     assert_eq!(render("{% if enable_thinking is false %}quick{% endif %}", conversation).unwrap(), "quick");
 }
+
+#[test]
+fn a_template_that_loops_fails_the_request() {
+    let range = "range(99999)";
+    for (body, limit) in [("{% set a = 1 %}", "100000000 instructions"), ("{{ text }}", "256 MiB")] {
+        let source = format!("{{% for i in {range} %}}{{% for j in {range} %}}{body}{{% endfor %}}{{% endfor %}}");
+        let mut conversation = hello();
+        conversation.variables.insert("text".into(), "x".repeat(1 << 20).into());
+        let refused = render(&source, conversation).unwrap_err();
+        assert_eq!(refused.status(), 400);
+        assert!(refused.to_string().starts_with("The chat template was stopped: "), "{refused}");
+        assert!(refused.to_string().contains(limit), "{refused}");
+    }
+}
+
+#[test]
+fn long_conversations_with_many_tools_are_within_the_limit() {
+    // For each call of a tool it looks at all later messages, as the template of gpt-oss does.
+    let source = "{% macro kind(p) %}{% if p.type == 'object' %}{% for k, v in p.properties.items() %}{{ k }}: \
+        {{ kind(v) }}{% endfor %}{% else %}{{ p.type }}{% endif %}{% endmacro %}{% for tool in tools %}\
+        {{ tool.function.name }}{{ kind(tool.function.parameters) }}{% endfor %}{% for m in messages %}\
+        {% if m.tool_calls is defined %}{% set later = namespace(found=false) %}{% for n in messages[loop.index:] %}\
+        {% if n.role == 'assistant' and 'tool_calls' not in n %}{% set later.found = true %}{% endif %}{% endfor %}\
+        {{ m.tool_calls | tojson }}{% endif %}{{ later.found }}{{ m.content }}{% endfor %}";
+    let message = json!({ "role": "assistant", "content": "c", "tool_calls": [{ "name": "f", "arguments": {} }] });
+    let properties = (0..20).map(|i| (format!("p{i}"), json!({ "type": "string" }))).collect::<serde_json::Map<_, _>>();
+    let parameters = json!({ "type": "object", "properties": properties });
+    let tool = json!({ "type": "function", "function": { "name": "f", "parameters": parameters } });
+    let conversation =
+        Conversation { messages: vec![message; 2000], tools: Some(vec![tool; 200].into()), ..Conversation::default() };
+    render(source, conversation).unwrap();
+}

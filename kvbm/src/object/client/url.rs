@@ -7,6 +7,7 @@
 //! valid too. A URL never contains a credential, so it can be printed. Credentials come from environment variables,
 //! which the caller reads.
 
+use super::connector::Connector;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -102,9 +103,8 @@ impl StoreLocation {
                 let builder =
                     options.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-                Arc::new(
-                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
-                )
+                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
+                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
             }
             Cloud::Azure => {
                 let endpoint = endpoint.map(|endpoint| (AzureConfigKey::Endpoint, endpoint));
@@ -112,9 +112,8 @@ impl StoreLocation {
                 let builder =
                     options.fold(MicrosoftAzureBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&AzureConfigKey::Endpoint));
-                Arc::new(
-                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
-                )
+                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
+                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
             }
             Cloud::Google => {
                 let endpoint = endpoint.map(|endpoint| (GoogleConfigKey::BaseUrl, endpoint));
@@ -122,9 +121,8 @@ impl StoreLocation {
                 let builder = options
                     .fold(GoogleCloudStorageBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&GoogleConfigKey::BaseUrl));
-                Arc::new(
-                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
-                )
+                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
+                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
             }
         }))
     }

@@ -243,3 +243,43 @@ async fn test_servers_differ_in_conditional_writes() {
         assert_eq!(raw.put_opts(&path, "second".into(), create()).await.is_ok(), overwrites, "{conditions:?}");
     }
 }
+
+/// A web server that answers any request with a page, as a captive portal does.
+async fn web_pages() -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let page = "<!doctype html>\n<html><head><title>Welcome</title></head><body>Please log in.</body></html>";
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let answer = hyper::service::service_fn(move |_| async move {
+                let html = hyper::Response::builder().header("content-type", "text/html; charset=utf-8");
+                // What readers of objects require.
+                let html = html.header("etag", "\"1\"").header("last-modified", "Sat, 28 Nov 2026 12:00:00 GMT");
+                html.body(page.to_owned())
+            });
+            let connection = hyper::server::conn::http1::Builder::new();
+            tokio::spawn(connection.serve_connection(hyper_util::rt::TokioIo::new(socket), answer));
+        }
+    });
+    endpoint
+}
+
+#[tokio::test]
+async fn a_server_of_web_pages_is_no_store() {
+    let endpoint = web_pages().await;
+    let azure = [("AZURE_STORAGE_ACCOUNT_NAME", "a"), ("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")];
+    for server in [
+        TestServer::s3(&endpoint, None),
+        TestServer::new("az", &endpoint, &azure, None),
+        TestServer::new("gs", &endpoint, &[("GOOGLE_BEARER_TOKEN", "any")], None),
+    ] {
+        let (tier, _) = server.open();
+        let health = tier.initial_health().await;
+        let StoreHealth::Unavailable(why) = &health else { panic!("{health:?}") };
+        assert!(why.contains("answered with a page of HTML, so it is no object store"), "{why}");
+        assert_eq!(tier.outage().as_ref(), Some(why));
+        let store = server.location.client(&server.access, Duration::from_secs(30)).unwrap().unwrap();
+        let read = store.get_range(&"blocks/1".into(), 0..5).await;
+        assert!(matches!(&read, Err(object_store::Error::Generic { .. })), "a read of a page fails: {read:?}");
+    }
+}

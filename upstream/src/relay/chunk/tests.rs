@@ -92,6 +92,7 @@ fn the_events_of_coheres_chat_are_known() {
         (r#"{"type":"content-end","index":0}"#, (Output, false)),
         (r#"{"type":"tool-call-start","delta":{}}"#, (Output, false)),
         (r#"{"type":"message-end","delta":{"finish_reason":"COMPLETE"}}"#, (Output, true)),
+        (r#"{"type":"message-end","delta":{"error":"out of memory","finish_reason":"ERROR"}}"#, (Error, true)),
     ] {
         assert_eq!(read(event), expected, "{event}");
     }

@@ -26,7 +26,7 @@ pub(super) struct Wire<'a> {
     /// `response.completed` has its usage in here.
     #[serde(borrow, default)]
     response: Option<&'a RawValue>,
-    /// Cohere's `message-end` has its usage in here.
+    /// Cohere's `message-end` has its usage and the finish reason in here.
     #[serde(borrow, default)]
     delta: Option<&'a RawValue>,
     /// SGLang's `/generate` has its usage in here, that of one item of a batch.
@@ -37,9 +37,11 @@ pub(super) struct Wire<'a> {
     index: Option<&'a RawValue>,
 }
 
-/// A message or a response within an event.
+/// A message or a response within an event, or what Cohere's `message-end` has.
 #[derive(Default, Deserialize)]
 pub(super) struct Inner<'a> {
+    #[serde(borrow, default)]
+    finish_reason: Option<&'a RawValue>,
     #[serde(borrow, default)]
     pub(super) usage: Option<&'a RawValue>,
     #[serde(borrow, default)]
@@ -60,7 +62,10 @@ impl<'a> Wire<'a> {
 
     pub(super) fn is_error(&self) -> bool {
         let object = self.object.is_some_and(|object| object.get() == r#""error""#);
-        object || self.error.is_some() || matches!(self.event_type(), Some("error" | "response.failed"))
+        object
+            || self.error.is_some()
+            || matches!(self.event_type(), Some("error" | "response.failed"))
+            || self.end().and_then(|end| end.finish_reason).is_some_and(|reason| reason.get() == r#""ERROR""#)
     }
 
     /// The message or the response that an event is about.
@@ -71,8 +76,13 @@ impl<'a> Wire<'a> {
 
     /// The usage at the end of a stream of Cohere's API.
     pub(super) fn end_usage(&self) -> Option<&'a RawValue> {
+        self.end()?.usage
+    }
+
+    /// The end of a stream of Cohere's API.
+    fn end(&self) -> Option<Inner<'a>> {
         let delta = self.delta.filter(|_| self.event_type() == Some("message-end"))?;
-        serde_json::from_str::<Inner<'_>>(delta.get()).ok()?.usage
+        serde_json::from_str(delta.get()).ok()
     }
 
     /// The usage of an item of a batch, and the position of the item.

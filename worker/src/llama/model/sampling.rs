@@ -57,7 +57,7 @@ impl Sampler {
         self.adjust(logits, banned);
         let likeliest = argmax(logits);
         let best = logits[likeliest as usize];
-        // Without a finite maximum there is no distribution: all tokens are banned, or the model is broken.
+        // Without a finite maximum there is no distribution: all tokens are banned.
         let token = if self.sampling.temperature > 0.0 && best.is_finite() {
             self.draw(logits, best, uniform(self.seed, position))
         } else {
@@ -187,6 +187,17 @@ fn candidate_at(candidates: impl Iterator<Item = Candidate> + Clone, point: f64)
     }
     // Rounding may leave a remainder at the end: it belongs to the last candidate.
     last
+}
+
+/// Whether no logit is NaN or infinite.
+pub(in crate::llama) fn are_finite(logits: &[f32]) -> bool {
+    wide!(largest_magnitude(logits)) < f32::INFINITY.to_bits()
+}
+
+/// The largest of the bits without the sign, which order as the magnitudes do, NaN above infinity.
+#[inline(always)]
+fn largest_magnitude(logits: &[f32]) -> u32 {
+    logits.iter().fold(0, |largest, logit| largest.max(logit.abs().to_bits()))
 }
 
 /// The token with the largest logit; 0 when there is none.

@@ -350,16 +350,21 @@ impl Scheduler {
         self.metrics.stepped(prompt_rows, started.elapsed());
         let mut finished = Vec::new();
         for (rows, output) in rows.iter().zip(outputs) {
-            if let Some(ending) = self.advance(*rows, output) {
-                finished.push((rows.index, ending));
-            }
+            // The blocks of a failed step are not published.
+            let ending = output.map(|output| self.advance(*rows, output)).transpose();
+            finished.extend(ending.map(|ending| (rows.index, ending)));
         }
         self.sequence_left |= !finished.is_empty();
         for (index, ending) in finished.into_iter().rev() {
             let mut sequence = self.running.remove(index);
             sequence.phase.set("gen_ai.usage.output_tokens", sequence.generated());
-            self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            sequence.output.finish(ending, &sequence.report);
+            match ending {
+                Ok(ending) => {
+                    self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
+                    sequence.output.finish(ending, &sequence.report);
+                }
+                Err(error) => sequence.output.fail(Error::Failed(error.to_string())),
+            }
         }
         true
     }

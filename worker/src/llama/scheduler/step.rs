@@ -36,16 +36,29 @@ pub(super) struct PromptScores {
     pub(super) alternatives: u8,
 }
 
+/// The sampler, returned, and the token that it chose.
+type Sampled = (Sampler, u32, Option<Logprobs>);
+
 /// The result of a step for one sequence.
 pub(super) struct StepOutput {
-    /// The sampler, returned, and the token that it chose.
-    pub(super) next: Option<(Sampler, u32, Option<Logprobs>)>,
+    pub(super) next: Option<Sampled>,
     /// Log-probabilities of the requested prompt tokens.
     pub(super) scored: Vec<Logprobs>,
 }
 
+/// The model computed logits that are NaN or infinite, which have no distribution.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "the model computed logits that are not finite (NaN or infinite): its weights are damaged, or their values overflow"
+)]
+pub(super) struct NotFinite;
+
 /// Computes a step. Blocks the calling thread.
-pub(super) fn compute(model: &Model, kv_cache: &KvCache, mut inputs: Vec<StepInput>) -> Vec<StepOutput> {
+pub(super) fn compute(
+    model: &Model,
+    kv_cache: &KvCache,
+    mut inputs: Vec<StepInput>,
+) -> Vec<Result<StepOutput, NotFinite>> {
     let samples: Vec<bool> = inputs.iter().map(|input| input.sampler.is_some()).collect();
     let choices: Vec<(Sampler, usize, Vec<u32>)> = inputs
         .iter_mut()
@@ -62,23 +75,30 @@ pub(super) fn compute(model: &Model, kv_cache: &KvCache, mut inputs: Vec<StepInp
         })
         .collect();
     // Each row is sampled independently, so the assignment to threads does not matter.
-    let sample = |mut logits: Logits<'_>| -> Vec<(Sampler, u32, Option<Logprobs>)> {
+    let sample = |mut logits: Logits<'_>| -> Vec<Result<Sampled, NotFinite>> {
         let rows = choices.into_par_iter().zip(logits.rows());
         rows.map(|((mut sampler, position, banned), row)| {
+            if !model::are_finite(row) {
+                return Err(NotFinite);
+            }
             let (token, logprobs) = sampler.next(row, position, &banned);
-            (sampler, token, logprobs)
+            Ok((sampler, token, logprobs))
         })
         .collect()
     };
     let rows: Vec<Range<usize>> = inputs.iter().map(|input| input.scored.rows.clone()).collect();
     let score = |input: usize, row: usize, logits: &[f32]| {
         let scored = &inputs[input].scored;
-        model::logprobs(logits, scored.tokens[row - scored.rows.start], scored.alternatives)
+        let token = scored.tokens[row - scored.rows.start];
+        model::are_finite(logits).then(|| model::logprobs(logits, token, scored.alternatives)).ok_or(NotFinite)
     };
     let visit = LogitsVisitor { tokens: &rows, each: &score };
     let (chosen, scored) = model.forward_visiting(&chunks, kv_cache, &visit, sample);
     let mut chosen = chosen.into_iter();
-    let next = |(samples, scored)| StepOutput { next: if samples { chosen.next() } else { None }, scored };
+    let next = |(samples, scored): (bool, Vec<Result<Logprobs, NotFinite>>)| {
+        let next = if samples { chosen.next().transpose()? } else { None };
+        Ok(StepOutput { next, scored: scored.into_iter().collect::<Result<_, _>>()? })
+    };
     samples.into_iter().zip(scored).map(next).collect()
 }
 
@@ -109,7 +129,7 @@ mod tests {
             let outputs = compute(&model, &kv_cache, inputs);
             outputs
                 .into_iter()
-                .map(|output| output.next.map(|(_, token, logprobs)| (token, logprobs)))
+                .map(|output| output.unwrap().next.map(|(_, token, logprobs)| (token, logprobs)))
                 .collect::<Vec<_>>()
         };
         let alone = run(1);

@@ -77,7 +77,10 @@ impl Default for Shape {
 
 impl Harness {
     pub(crate) fn new(shape: Shape) -> Self {
-        let runtime = runtime();
+        Self::of_model(runtime(), shape)
+    }
+
+    pub(super) fn of_model(runtime: Arc<Runtime>, shape: Shape) -> Self {
         let registry = prometheus::Registry::new();
         let kvbm_metrics = kvbm::Metrics::new(&registry).unwrap();
         let log = log();

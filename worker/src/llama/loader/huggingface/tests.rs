@@ -253,6 +253,22 @@ fn truncated_or_mismatched_weights_are_named() {
 }
 
 #[test]
+fn a_norm_that_is_not_finite_is_rejected() {
+    let folder = copy("llama");
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let length = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..length]).unwrap();
+    let tensor = "model.layers.1.input_layernorm.weight";
+    let start = length + header[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+    // NaN, as F32 and as BF16.
+    bytes[start..start + 4].fill(0xff);
+    std::fs::write(&path, bytes).unwrap();
+    let refused = refusal(folder.path());
+    assert!(refused.contains(&format!("tensor `{tensor}` has values that are not finite")), "{refused}");
+}
+
+#[test]
 fn an_unused_tensor_of_the_architecture_is_rejected() {
     let text = refused_with("llama", &serde_json::json!({"num_hidden_layers": 1}));
     let said = "tensor `model.layers.1.input_layernorm.weight` belongs to layer 1, but `num_hidden_layers`";

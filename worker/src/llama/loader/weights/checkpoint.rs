@@ -149,6 +149,12 @@ impl Checkpoint {
         Ok(hasher.finalize())
     }
 
+    /// The error of a tensor, or of one that is read together with it, with values that are NaN or infinite.
+    pub(crate) fn not_finite(&self, name: &str) -> FolderError {
+        let problem = "has values that are not finite (NaN or infinite); the file is damaged, download it again";
+        self.find(name).map_or_else(|error| error, |(shard, _)| shard.wrong(name, problem))
+    }
+
     fn find(&self, name: &str) -> Result<(&Shard, &TensorInfo), FolderError> {
         let shard = &self.files[self.file_of.get(name).copied().unwrap_or(0)];
         match shard.metadata.info(name) {

@@ -54,8 +54,15 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// The tensors' values, concatenated.
+    /// The tensors' values, concatenated: gains of norms, or biases. All must be finite, since one that is not makes
+    /// all logits NaN. Not checked: matrices, whose values are many. Their faults are found in the logits.
     fn vector(&self, names: &[&str]) -> Result<Vec<f32>, FolderError> {
+        let data = self.values(names)?;
+        if data.iter().all(|value| value.is_finite()) { Ok(data) } else { Err(self.checkpoint.not_finite(names[0])) }
+    }
+
+    /// The tensors' values, concatenated.
+    fn values(&self, names: &[&str]) -> Result<Vec<f32>, FolderError> {
         let sizes = names.iter().map(|name| self.checkpoint.size(name)).collect::<Result<Vec<_>, _>>()?;
         let mut data = vec![0.0; sizes.iter().sum()];
         let mut rest = &mut data[..];
@@ -70,7 +77,7 @@ impl Source<'_> {
 
     /// The tensors' rows, concatenated.
     fn matrix(&self, names: &[&str], cols: usize) -> Result<Matrix, FolderError> {
-        let data = self.vector(names)?;
+        let data = self.values(names)?;
         Ok(Matrix { rows: data.len() / cols, cols, data })
     }
 

@@ -26,7 +26,19 @@ fn logits_of(probabilities: &[f32]) -> Vec<f32> {
 fn greedy_takes_the_likeliest_or_the_lowest_id() {
     let mut greedy = sampler(&Sampling { temperature: 0.0, ..Sampling::default() });
     assert_eq!(choose(&mut greedy, &[0.0, 3.0, 3.0, -1.0], 0), 1);
-    assert_eq!(choose(&mut greedy, &[f32::NAN, -2.0, -1.0], 0), 2);
+}
+
+#[test]
+fn logits_that_are_not_finite_are_found_anywhere() {
+    let logits: Vec<f32> = (0..1000).map(|i| i as f32 - 500.0).chain([f32::MAX, f32::MIN, 0.0]).collect();
+    assert!(are_finite(&logits) && are_finite(&[]));
+    for value in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for at in [0, 17, 500, 1002] {
+            let mut broken = logits.clone();
+            broken[at] = value;
+            assert!(!are_finite(&broken), "{value} at {at}");
+        }
+    }
 }
 
 #[test]
