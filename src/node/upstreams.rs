@@ -53,6 +53,10 @@ const ALIAS_CHECK: Duration = Duration::from_secs(10);
 /// accepts connections and never answers must not hide an alias that cannot be served.
 const MAX_ALIAS_WAIT: Duration = Duration::from_mins(1);
 
+/// For which a table that leaves serves at most until those that take its place have been registered. A server that
+/// runs answers within a second, and one that is gone must not be used for long.
+pub(super) const TAKEOVER: Duration = Duration::from_secs(5);
+
 /// The servers behind this gateway. Dropping it deregisters them at once.
 pub struct Upstreams {
     shared: Arc<Shared>,
@@ -98,8 +102,7 @@ struct Intervals {
     recheck: Duration,
     /// For which registered servers are collected before the log names them. A fleet answers within seconds.
     collect: Duration,
-    /// For which a table that leaves serves at most until those that take its place have been registered. A server that
-    /// runs answers within a second, and one that is gone must not be used for long.
+    /// [`TAKEOVER`].
     takeover: Duration,
 }
 
@@ -355,8 +358,8 @@ impl UnansweredSince {
 
 impl Default for Intervals {
     fn default() -> Self {
-        let [resolve, retry, recheck, collect, takeover] = [5, 2, 10, 1, 5].map(Duration::from_secs);
-        Self { resolve, retry, recheck, collect, takeover }
+        let [resolve, retry, recheck, collect] = [5, 2, 10, 1].map(Duration::from_secs);
+        Self { resolve, retry, recheck, collect, takeover: TAKEOVER }
     }
 }
 
