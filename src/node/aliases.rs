@@ -13,6 +13,9 @@
 //! they are, those for a worker are parsed and tokenized first. The first deployment that is there decides; those of
 //! the other kind are left out.
 //!
+//! **A change of an alias takes effect when a server has one of its models**, as one that is added in the same change
+//! has when it is registered. Until then the former definition counts, for [`KEEP_FORMER`] at most.
+//!
 //! Not here: the name in the body of a request, which the engine of the server replaces.
 
 use crate::config::{Alias, Deployment};
@@ -22,15 +25,28 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
 use upstream::conversation;
 use worker::engine::{Conversation, Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
 
 /// Maximum number of models of servers that a message about an alias names.
 const MAX_NAMED: usize = 5;
 
+/// How long the former definition of an alias counts while no server has a model of the present one: as long as servers
+/// that leave serve until others are registered.
+const KEEP_FORMER: Duration = super::upstreams::TAKEOVER;
+
 /// The aliases that are in effect.
 #[derive(Default)]
-pub(crate) struct Aliases(RwLock<BTreeMap<String, Alias>>);
+pub(crate) struct Aliases(RwLock<Definitions>);
+
+#[derive(Default)]
+struct Definitions {
+    present: BTreeMap<String, Alias>,
+    /// Those before the last change, and when that was.
+    former: Option<(BTreeMap<String, Alias>, Instant)>,
+}
 
 /// The engine behind the aliases.
 pub(super) struct Aliased {
@@ -92,15 +108,31 @@ impl fmt::Display for IncompleteAlias {
     }
 }
 
+impl Definitions {
+    /// The definition of an alias that counts.
+    fn get(&self, name: &str, served: impl FnOnce() -> Vec<Arc<ModelCard>>) -> Option<&Alias> {
+        let present = self.present.get(name)?;
+        let former = self.former.as_ref().filter(|(_, changed)| changed.elapsed() < KEEP_FORMER);
+        let Some(former) = former.and_then(|(former, _)| former.get(name)) else { return Some(present) };
+        let served = served();
+        let is_served = |alias: &Alias| !available(alias, &served).is_empty();
+        // An alias without any weight is to get no requests.
+        let awaits_server = present.deployments.iter().any(|one| one.weight > 0) && !is_served(present);
+        Some(if awaits_server && is_served(former) { former } else { present })
+    }
+}
+
 impl Aliases {
     /// Replaces all aliases.
     pub(crate) fn set(&self, aliases: BTreeMap<String, Alias>) {
-        *self.0.write() = aliases;
+        let mut definitions = self.0.write();
+        let former = std::mem::replace(&mut definitions.present, aliases);
+        definitions.former = Some((former, Instant::now()));
     }
 
     /// The aliases that name models which are not among `served`.
     pub(super) fn incomplete(&self, served: &[Arc<ModelCard>]) -> Vec<IncompleteAlias> {
-        incomplete(&self.0.read(), |model| served.iter().any(|card| card.id == model))
+        incomplete(&self.0.read().present, |model| served.iter().any(|card| card.id == model))
     }
 }
 
@@ -186,7 +218,7 @@ impl Engine for Aliased {
     /// `None` if the name is no alias, or none of its deployments is there.
     fn resolve(&self, name: &str, conversation: &Conversation<'_>) -> Option<Arc<ModelCard>> {
         let aliases = self.aliases.0.read();
-        let alias = aliases.get(name)?;
+        let alias = aliases.get(name, || self.inner.models())?;
         let served = self.inner.models();
         let mut available = available(alias, &served);
         // Another deployment does not have the object that the request names.
@@ -210,11 +242,12 @@ impl Engine for Aliased {
     fn models(&self) -> Vec<Arc<ModelCard>> {
         let served = self.inner.models();
         let aliases = self.aliases.0.read();
-        if aliases.is_empty() {
+        if aliases.present.is_empty() {
             return served;
         }
-        self.cards.lock().retain(|name, _| aliases.contains_key(name));
-        let named = aliases.iter().filter_map(|(name, alias)| self.card(name, alias, &served));
+        self.cards.lock().retain(|name, _| aliases.present.contains_key(name));
+        let names = aliases.present.keys();
+        let named = names.filter_map(|name| self.card(name, aliases.get(name, || served.clone())?, &served));
         let mut all: BTreeMap<String, Arc<ModelCard>> = named.map(|card| (card.id.clone(), card)).collect();
         for card in served {
             // An alias with the name of a model takes its place.
@@ -228,13 +261,13 @@ impl Engine for Aliased {
     /// That of the first deployment which is absent. An alias with a deployment that is there is served.
     fn absence(&self, name: &str) -> Option<String> {
         let aliases = self.aliases.0.read();
-        let Some(alias) = aliases.get(name) else { return self.inner.absence(name) };
+        let Some(alias) = aliases.get(name, || self.inner.models()) else { return self.inner.absence(name) };
         alias.deployments.iter().find_map(|deployment| self.inner.absence(&deployment.model))
     }
 
     fn is_available(&self, name: &str) -> bool {
         let aliases = self.aliases.0.read();
-        let Some(alias) = aliases.get(name) else { return self.inner.is_available(name) };
+        let Some(alias) = aliases.get(name, || self.inner.models()) else { return self.inner.is_available(name) };
         alias.deployments.iter().any(|deployment| self.inner.is_available(&deployment.model))
     }
 
@@ -426,5 +459,33 @@ mod tests {
         assert!((850..950).contains(&count_of_a(&["a", "b"])));
         assert_eq!((count_of_a(&["b"]), count_of_a(&["a"])), (0, 1000));
         assert!((850..950).contains(&count_of_a(&[])), "requests fail with the error of their deployment");
+    }
+    /// As when an alias and the servers of its model are replaced in one change.
+    #[tokio::test(start_paused = true)]
+    async fn a_changed_alias_waits_for_a_server_of_its_model() {
+        let served = ["a", "b"].map(|id| Arc::new(ModelCard::new(id, 64, 16))).to_vec();
+        let fleet = Arc::new(Fleet { served, available: Mutex::new(vec!["a", "b"]) });
+        let aliases = Arc::new(Aliases::default());
+        let set = |model: &str, weight| {
+            aliases.set([("chat".to_owned(), Alias { deployments: vec![deployment(model, weight)] })].into());
+        };
+        let aliased = Aliased::new(fleet as Arc<dyn Engine>, Arc::clone(&aliases));
+        let resolved = || {
+            let conversation = Conversation { request: "r", tenant: "", session: None, served_by: None, body: &[] };
+            let is_listed = aliased.models().iter().any(|card| card.id == "chat");
+            let card = aliased.resolve("chat", &conversation);
+            assert_eq!(card.is_some(), is_listed);
+            card.map(|card| card.id.clone())
+        };
+        set("a", 1);
+        set("b", 1);
+        assert_eq!(resolved().as_deref(), Some("b"), "its model is there");
+        set("absent", 1);
+        assert_eq!(resolved().as_deref(), Some("b"));
+        tokio::time::advance(KEEP_FORMER).await;
+        assert_eq!(resolved(), None);
+        set("a", 1);
+        set("b", 0);
+        assert_eq!(resolved(), None, "it is to get no requests");
     }
 }

@@ -6,13 +6,15 @@
 //! ```
 //!
 //! **A server that is no longer listed is deregistered, and its running requests finish.** This holds for a table that
-//! was removed or changed, and for an address that a name no longer has.
+//! was removed or changed, and for an address that a name no longer has. A table that leaves in the same change in
+//! which others come serves until these have been registered, at most [`Intervals::takeover`] ([`Takeover`]).
 
 mod api;
 mod ids;
 mod listed;
 mod registration_log;
 mod server;
+mod takeover;
 
 use super::aliases::{Aliases, IncompleteLog};
 use crate::config::{Alias, Resolve, Upstream};
@@ -29,6 +31,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
+use takeover::Takeover;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -49,6 +52,10 @@ const ALIAS_CHECK: Duration = Duration::from_secs(10);
 /// Longest wait for answers of all servers before aliases are checked: a server loads its model in this time. One that
 /// accepts connections and never answers must not hide an alias that cannot be served.
 const MAX_ALIAS_WAIT: Duration = Duration::from_mins(1);
+
+/// For which a table that leaves serves at most until those that take its place have been registered. A server that
+/// runs answers within a second, and one that is gone must not be used for long.
+pub(super) const TAKEOVER: Duration = Duration::from_secs(5);
 
 /// The servers behind this gateway. Dropping it deregisters them at once.
 pub struct Upstreams {
@@ -95,6 +102,8 @@ struct Intervals {
     recheck: Duration,
     /// For which registered servers are collected before the log names them. A fleet answers within seconds.
     collect: Duration,
+    /// [`TAKEOVER`].
+    takeover: Duration,
 }
 
 /// A server: the URL in the configuration, and the first of its addresses if it is one of several servers of a name.
@@ -106,10 +115,20 @@ struct Problem {
     key: ServerKey,
 }
 
-/// A table of the configuration that is in effect.
+/// A table of the configuration that is in effect. Dropping it deregisters its servers.
 struct Running {
     upstream: CheckedUpstream,
-    _stop: DropGuard,
+    stop: DropGuard,
+    /// Those of the table.
+    tasks: TaskTracker,
+}
+
+/// A table of the configuration that is followed.
+#[derive(Clone)]
+struct Table {
+    upstream: CheckedUpstream,
+    takeover: Arc<Takeover>,
+    tasks: TaskTracker,
 }
 
 /// A table of the configuration that can be used.
@@ -201,21 +220,49 @@ impl Upstreams {
     pub fn apply(&self, upstreams: Vec<CheckedUpstream>) {
         let mut running = self.running.lock();
         let is_listed = |was: &Running| upstreams.contains(&was.upstream);
-        running.retain(|_, was| {
-            let stays = is_listed(was);
-            if !stays {
-                let url = was.upstream.upstream.shown_url();
-                tracing::info!(upstream = url, "upstream deregistered; its running requests finish");
-            }
-            stays
-        });
+        let mut leaving: BTreeMap<String, Running> = running.extract_if(.., |_, was| !is_listed(was)).collect();
+        let mut coming: BTreeMap<String, CheckedUpstream> = BTreeMap::new();
         for upstream in upstreams {
-            running.entry(upstream.upstream.url.to_string()).or_insert_with(|| {
-                let stop = CancellationToken::new();
-                self.shared.spawn(follow(Arc::clone(&self.shared), upstream.clone(), stop.clone()));
-                Running { upstream, _stop: stop.drop_guard() }
-            });
+            let url = upstream.upstream.url.to_string();
+            if !running.contains_key(&url) {
+                coming.entry(url).or_insert(upstream);
+            }
         }
+        let with_former = |(url, upstream)| {
+            let former = leaving.remove(&url);
+            (url, upstream, former)
+        };
+        let coming: Vec<_> = coming.into_iter().map(with_former).collect();
+        for was in leaving.values() {
+            let url = was.upstream.upstream.shown_url();
+            tracing::info!(upstream = url, "upstream removed; its running requests finish");
+        }
+        // They leave with the last takeover of which they are a part, at once if there is none.
+        let others = Arc::new(leaving);
+        for (url, upstream, former) in coming {
+            if former.is_some() {
+                tracing::info!(upstream = upstream.upstream.shown_url(), "upstream changed; it is registered anew");
+            }
+            let takeover = Arc::new(Takeover::new(former, Arc::clone(&others)));
+            running.insert(url, self.start(upstream, takeover));
+        }
+    }
+
+    /// Follows the servers of a table, which takes the place of others.
+    fn start(&self, upstream: CheckedUpstream, takeover: Arc<Takeover>) -> Running {
+        let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let (late, limit) = (Arc::clone(&takeover), self.shared.intervals.takeover);
+        self.shared.spawn(async move {
+            sleep(limit).await;
+            late.complete().await;
+        });
+        let table = Table { upstream: upstream.clone(), takeover: Arc::clone(&takeover), tasks: tasks.clone() };
+        let following = follow(Arc::clone(&self.shared), table, stop.clone());
+        self.shared.spawn(tasks.track_future(async move {
+            following.await;
+            takeover.complete().await;
+        }));
+        Running { upstream, stop: stop.drop_guard(), tasks }
     }
 
     /// Makes these the aliases of models.
@@ -312,7 +359,7 @@ impl UnansweredSince {
 impl Default for Intervals {
     fn default() -> Self {
         let [resolve, retry, recheck, collect] = [5, 2, 10, 1].map(Duration::from_secs);
-        Self { resolve, retry, recheck, collect }
+        Self { resolve, retry, recheck, collect, takeover: TAKEOVER }
     }
 }
 
@@ -380,9 +427,10 @@ impl CheckedUpstream {
 }
 
 /// Follows the servers of one table until `stop`.
-async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: CancellationToken) {
+async fn follow(shared: Arc<Shared>, table: Table, stop: CancellationToken) {
+    let Table { upstream, takeover, tasks } = table;
     let Some(name) = upstream.name().map(str::to_owned) else {
-        return Server::new(shared, upstream, Vec::new()).run(stop).await;
+        return Server::new(shared, upstream, takeover, Vec::new()).run(stop).await;
     };
     let (url, mut servers) = (upstream.upstream.shown_url(), NamedServers::default());
     let mut running: HashMap<IpAddr, CancellationToken> = HashMap::new();
@@ -401,7 +449,9 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                     let one = stop.child_token();
                     running.insert(addresses[0], one.clone());
                     tracing::debug!(upstream = url, ?addresses, "a server of the name was found");
-                    shared.spawn(Server::new(Arc::clone(&shared), upstream.clone(), addresses).run(one));
+                    let takeover = Arc::clone(&takeover);
+                    let server = Server::new(Arc::clone(&shared), upstream.clone(), takeover, addresses);
+                    shared.spawn(tasks.track_future(server.run(one)));
                 }
                 for address in changes.removed {
                     tracing::info!(

@@ -145,6 +145,10 @@ fn choose(
     if length >= context {
         return Err(Error::PromptTooLong { prompt, context });
     }
+    // Servers of other programs often refuse a prompt that leaves no room for `max_tokens`. If that is so on each of
+    // them, or none has such a limit, all are alike.
+    let whole = request.stop.max_tokens.map_or(length, |max| length.saturating_add(max as usize));
+    let whole = if matches!(request.work, Work::Relay(_)) && whole <= context { whole } else { length };
     if pool.entries().is_empty() {
         return Err(Error::Unavailable("every worker of the model is cordoned".to_owned()));
     }
@@ -158,7 +162,7 @@ fn choose(
     overlaps.extend(&core.inflight);
     let now = Instant::now();
     let needs = pool.needs(request);
-    let view = FleetView::new(pool, &overlaps, length, needs, tried, now);
+    let view = FleetView::new(pool, &overlaps, length, needs, tried, now).preferring_context(whole);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));

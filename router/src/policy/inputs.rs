@@ -20,7 +20,8 @@ use worker::engine::ModelCard;
 pub(crate) enum Eligibility {
     /// A candidate.
     Eligible,
-    /// A candidate only when no eligible worker is left: it answers health checks, or is only overloaded.
+    /// A candidate only when no eligible worker is left: it answers health checks, or is only overloaded, or its
+    /// context is shorter than the prompt and the longest output.
     TemporarilyEjected,
     /// A candidate only when neither is left.
     Ejected,
@@ -34,6 +35,8 @@ pub(crate) struct FleetView<'a> {
     pool: &'a ModelPool,
     overlaps: &'a Overlaps,
     tokens: usize,
+    /// Length of the prompt and the longest output.
+    whole_tokens: usize,
     needs: Needs<'a>,
     excluded: &'a [WorkerRun],
     snapshots: MutexGuard<'a, SnapshotCache>,
@@ -50,7 +53,14 @@ impl<'a> FleetView<'a> {
         excluded: &'a [WorkerRun],
         now: Instant,
     ) -> Self {
-        Self { pool, overlaps, tokens, needs, excluded, snapshots: pool.snapshots(now.into()) }
+        let whole_tokens = tokens;
+        Self { pool, overlaps, tokens, whole_tokens, needs, excluded, snapshots: pool.snapshots(now.into()) }
+    }
+
+    /// Prefers workers whose context has room for this many tokens: the prompt and the longest output.
+    #[must_use]
+    pub(crate) fn preferring_context(self, whole_tokens: usize) -> Self {
+        Self { whole_tokens, ..self }
     }
 
     pub(crate) fn pool(&self) -> &'a ModelPool {
@@ -110,6 +120,9 @@ impl<'a> FleetView<'a> {
         if is_too_long || self.was_tried(entry) || !entry.meets(&self.needs) {
             Eligibility::Excluded
         } else if !self.snapshots.is_passed_over(snapshot) {
+            if self.whole_tokens > entry.context && self.needs.server().is_none() {
+                return Eligibility::TemporarilyEjected;
+            }
             Eligibility::Eligible
         } else if snapshot.temporarily_ejected && !self.snapshots.is_unusually_silent(snapshot) {
             Eligibility::TemporarilyEjected
@@ -127,7 +140,8 @@ impl<'a> FleetView<'a> {
     pub(crate) fn are_all_eligible(&self) -> bool {
         let pool = self.pool;
         let is_refused_by_none = self.excluded.is_empty() && self.needs.is_met_by_all();
-        self.tokens < pool.min_context() && is_refused_by_none && !self.snapshots.is_any_passed_over()
+        let fits_all = self.tokens < pool.min_context() && self.whole_tokens <= pool.min_context();
+        fits_all && is_refused_by_none && !self.snapshots.is_any_passed_over()
     }
 
     /// Lower bounds of the service times, in the order of the pool's entries.

@@ -283,3 +283,31 @@ async fn a_prompt_that_seems_too_long_is_sent_to_a_server_with_the_longest_conte
     }
     assert_eq!((short.requests(), long.requests()), (0, 3));
 }
+
+/// vLLM refuses a prompt that leaves no room for `max_tokens`.
+#[tokio::test(start_paused = true)]
+async fn a_request_is_sent_to_a_server_that_has_room_for_its_longest_output() {
+    let harness = Harness::new(Settings::default());
+    let (short, _lease) = join(&harness, 1, Server { context: Some(1000), ..Server::default() }).await;
+    let (long, _lease) = join(&harness, 2, Server { context: Some(5000), ..Server::default() }).await;
+    let answer = async |family, max_tokens| {
+        let mut request = relayed(CHAT, prompt(family, 600));
+        request.stop.max_tokens = Some(max_tokens);
+        harness.answer(request).await.unwrap();
+    };
+    for family in 0..4 {
+        answer(family, 401).await;
+    }
+    assert_eq!((short.requests(), long.requests()), (0, 4));
+    // What has room on each of them or on none goes to any.
+    for family in 10..14 {
+        answer(family, 400).await;
+        answer(10 + family, 50_000).await;
+    }
+    assert!(short.requests() >= 2, "{} and {}", short.requests(), long.requests());
+    // It is a preference: some servers end the output instead.
+    harness.router.cordon(WorkerId(2)).unwrap();
+    let before = short.requests();
+    answer(30, 401).await;
+    assert_eq!(short.requests(), before + 1);
+}

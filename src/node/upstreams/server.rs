@@ -20,6 +20,7 @@ use super::api::Api;
 use super::ids::worker_id;
 use super::listed::{LeftOut, names_of_first, to_register};
 use super::registration_log::{CacheSource, Facts};
+use super::takeover::Takeover;
 use super::{CheckedUpstream, Intervals, Problem, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
@@ -57,6 +58,7 @@ pub(crate) const START_SGLANG: &str = "start SGLang with --page-size 64 --kv-eve
 pub(super) struct Server {
     shared: Arc<Shared>,
     upstream: CheckedUpstream,
+    takeover: Arc<Takeover>,
     addresses: Vec<IpAddr>,
     key: ServerKey,
     /// The URL as all gateways spell it, for ids.
@@ -152,7 +154,12 @@ impl Registered {
 
 impl Server {
     /// The server of a URL at these addresses; none: at those that the host has at each connection.
-    pub(super) fn new(shared: Arc<Shared>, upstream: CheckedUpstream, addresses: Vec<IpAddr>) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        upstream: CheckedUpstream,
+        takeover: Arc<Takeover>,
+        addresses: Vec<IpAddr>,
+    ) -> Self {
         let url = &upstream.upstream.url;
         let first = addresses.first().copied();
         let host = match first {
@@ -161,7 +168,8 @@ impl Server {
             None => url.host().unwrap_or_default().to_owned(),
         };
         let (key, canonical_url) = ((url.to_string(), first), upstream.upstream.canonical_url());
-        Self { shared, upstream, addresses, key, canonical_url, host, may_have_changed: Arc::default() }
+        let may_have_changed = Arc::default();
+        Self { shared, upstream, takeover, addresses, key, canonical_url, host, may_have_changed }
     }
 
     /// Keeps the server's models registered until `stop`. Then their running requests finish.
@@ -293,13 +301,14 @@ impl Server {
                     .filter(|(_, facts)| base(facts))
                     .all(|(card, facts)| was.models.get(&card.id).is_some_and(|model| model.facts == *facts))
         };
+        let mut former = None;
         if registered.as_ref().is_none_or(|was| !is_same(was)) {
             let version = answer.program.version(client, self.upstream.api_key.as_ref());
             let (api, version) = tokio::join!(Api::of(&self.upstream, client), version);
             let api = api?;
-            if let Some(former) = registered.take() {
+            former = registered.take();
+            if former.is_some() {
                 tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
-                former.models.into_values().for_each(|model| self.drain(model));
             }
             let kv = answer.kv.unwrap_or_default();
             *registered = Some(self.start(client, answer.program, version, kv, names, api));
@@ -316,6 +325,12 @@ impl Server {
         for (logs, card, facts) in new {
             self.register(client, current, logs, card, facts).await;
         }
+        // After the new ones, so that requests find a server at any time. A worker that has the id of another one
+        // replaces it.
+        for model in former.into_iter().flat_map(|former: Registered| former.models.into_values()) {
+            self.drain(model);
+        }
+        self.takeover.complete().await;
         for model in current.models.values() {
             model.tokenizer.recheck().await;
         }

@@ -19,6 +19,7 @@ const QUICK: Intervals = Intervals {
     recheck: Duration::from_millis(20),
     // The registered servers are counted.
     collect: TIMEOUT.saturating_mul(60),
+    takeover: TIMEOUT.saturating_mul(60),
 };
 
 /// Upstreams, the answer of the resolver, and what discovery reports.
@@ -193,6 +194,45 @@ async fn a_new_list_changes_only_what_differs() {
     let (again, _) = harness.joined().await;
     assert_eq!((again.id, again.epoch > first.epoch), (first.id, true), "the other was not touched");
     assert_ne!(second.id, first.id);
+}
+
+#[tokio::test]
+async fn servers_that_leave_serve_until_those_in_their_place_are_registered() {
+    let (one, other) = (any_server().await, any_server().await);
+    let [a, b] = [&one, &other].map(|server| server.uri().to_string());
+    let mut harness = Harness::new();
+    harness.apply(&[&a]);
+    let (first, _) = harness.joined().await;
+    let known = |harness: &Harness| [&a, &b].map(|url| harness.upstreams.known(url).servers);
+    let mut answered = harness.upstreams.shared.known.subscribe();
+    let _ = timeout(TIMEOUT, answered.wait_for(|known| known.len() == 1)).await.expect("an answer in time");
+
+    // The same server with another table has the same id, which the later epoch takes over.
+    let changed = Upstream { max_requests: std::num::NonZero::new(1), ..Upstream::new(a.parse().unwrap()) };
+    harness.upstreams.apply(Upstreams::check(&[changed], false).unwrap());
+    let (again, _) = harness.joined().await;
+    assert_eq!((again.id, again.epoch > first.epoch), (first.id, true));
+    let _ = timeout(TIMEOUT, answered.wait_for(|known| known.len() == 1)).await.expect("an answer in time");
+
+    harness.apply(&[&b]);
+    let (second, _) = harness.joined().await;
+    assert_ne!(second.id, first.id);
+    assert_eq!(harness.left().await, first.id);
+    let is_other = |known: &BTreeMap<ServerKey, Vec<String>>| known.keys().map(|(url, _)| url).eq([&b]);
+    let _ = timeout(TIMEOUT, answered.wait_for(is_other)).await.expect("an answer in time");
+    assert_eq!(known(&harness), [0, 1]);
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_takes_the_place_of_others_after_a_limit() {
+    let (server, dead) = (any_server().await, any_server().await);
+    let unused = dead.uri().to_string();
+    dead.kill().await;
+    let mut harness = Harness::with(Intervals { takeover: QUICK.retry, ..QUICK });
+    harness.apply(&[&server.uri().to_string()]);
+    let (first, _) = harness.joined().await;
+    harness.apply(&[&unused]);
+    assert_eq!(harness.left().await, first.id);
 }
 
 #[tokio::test]

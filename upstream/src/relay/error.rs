@@ -1,7 +1,8 @@
 //! What an engine answers instead of output, and what goes wrong on the way to it.
 //!
-//! **A busy engine is not a faulty one, and a wrong request is neither.** 429 and 503 are back-pressure, other 4xx are
-//! the client's, 501 is the model's, and a redirect is for a client. Only what is left counts against the engine.
+//! **A busy engine is not a faulty one, and a wrong request is neither.** 429 and 503 are back-pressure, and so is 401:
+//! the key is that of the gateway. Other 4xx are the client's, 501 is the model's, and a redirect is for a client. Only
+//! what is left counts against the engine.
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Response, StatusCode, header};
@@ -20,6 +21,10 @@ const MAX_BODY: usize = 1 << 20;
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Used where a busy engine does not say when to come back. Queues of engines move within seconds.
 const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Used where the engine refuses the gateway's key, as after a restart with another one. Within this time it is asked
+/// for its models, and gets no more requests if it refuses that too. Longer than the time above, so that of several
+/// errors a client does not get this one.
+const RETRY_AFTER_REFUSED_KEY: Duration = Duration::from_secs(2);
 /// Limits what an engine asks for, so that one wrong clock does not take it out of service for a day.
 const MAX_RETRY_AFTER: Duration = Duration::from_mins(10);
 
@@ -99,6 +104,7 @@ fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKin
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             ErrorKind::Busy(retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER))
         }
+        StatusCode::UNAUTHORIZED => ErrorKind::Busy(RETRY_AFTER_REFUSED_KEY),
         StatusCode::NOT_IMPLEMENTED => ErrorKind::Request,
         status if status.is_client_error() || status.is_redirection() => ErrorKind::Request,
         _ => ErrorKind::Fault,

@@ -19,13 +19,14 @@ fn busy(seconds: u64) -> ErrorKind {
 
 #[test]
 fn only_faults_count_against_the_engine() {
-    for status in [400, 401, 404, 408, 413, 422, 499, 501, 302, 307] {
+    for status in [400, 403, 404, 408, 413, 422, 499, 501, 302, 307] {
         assert_eq!(kind(status, Some("7")), ErrorKind::Request);
     }
     for status in [500, 502, 504, 599, 600] {
         assert_eq!(kind(status, Some("7")), ErrorKind::Fault);
     }
     assert_eq!((kind(429, None), kind(503, None)), (busy(1), busy(1)));
+    assert_eq!(kind(401, Some("7")), busy(2), "the key is that of the gateway, and another server may accept its own");
 }
 
 #[test]
