@@ -201,8 +201,8 @@ impl Fleet {
 
     /// Records that a worker was chosen.
     pub(crate) fn choose(&self, worker: &Worker) {
-        let now = self.choices.fetch_add(1, Ordering::Relaxed) + 1;
-        worker.load.choose(now);
+        self.choices.fetch_add(1, Ordering::Relaxed);
+        worker.load.choose();
     }
 
     /// Number of choices so far.

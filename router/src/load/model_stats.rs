@@ -12,6 +12,7 @@ use super::step_time::{StepTime, StepTimeFit};
 use super::timestamp::Timestamp;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use worker::plane::DeviceId;
 
@@ -27,9 +28,16 @@ pub(crate) struct ModelStats {
     paces: Mutex<BTreeMap<DeviceId, Weak<Mutex<Pace>>>>,
     /// Of the load of its workers.
     changes: Arc<LoadChanges>,
+    /// Choices of its workers so far.
+    choices: AtomicU64,
 }
 
 impl ModelStats {
+    /// The number of a choice of one of its workers, from 1 on.
+    pub(super) fn next_choice(&self) -> u64 {
+        self.choices.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
     /// Records a decode step. Returns its duration relative to the expected one.
     pub(super) fn step_measured(&self, sequences: f64, context_tokens: f64, seconds: f64) -> f64 {
         let mut steps = self.steps.lock();

@@ -20,7 +20,7 @@ pub(super) struct PublishedLoad {
     reported: AtomicU64,
     /// End of the ejection, as a [`Timestamp`]; 0 when the worker is not ejected.
     ejected_until: AtomicU64,
-    /// Number of the choice that last chose the worker; 0 means never.
+    /// Number of the choice for its model that last chose the worker; 0 means never.
     chosen: AtomicU64,
     /// Mask of the speeds that the worker has measured.
     measured: AtomicU32,
@@ -96,7 +96,7 @@ impl PublishedLoad {
         self.ejected_until.load(Ordering::Relaxed)
     }
 
-    /// Number of the choice that last chose the worker; 0 means never.
+    /// Number of the choice for its model that last chose the worker; 0 means never.
     pub(super) fn chosen(&self) -> u64 {
         self.chosen.load(Ordering::Relaxed)
     }

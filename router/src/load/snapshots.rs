@@ -74,7 +74,7 @@ pub(crate) struct WorkerSnapshot {
     is_server: bool,
     /// The worker is ejected until a known time: it is preferred to other ejected workers.
     pub(crate) temporarily_ejected: bool,
-    /// Number of the choice that last chose the worker; 0 means never.
+    /// Number of the choice for its model that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// Service times, with means of the fleet for missing measurements.
     pub(crate) estimate: ServiceEstimate,
@@ -177,7 +177,7 @@ impl SnapshotCache {
         self.devices.others(at, &self.all[at].estimate)
     }
 
-    /// Number of the last choice of a worker; 0 if none shares its device with another.
+    /// Number of the last choice for the model; 0 if none shares its device with another.
     pub(crate) fn last_choice(&self) -> u64 {
         if self.devices.are_shared() { self.all.iter().map(|worker| worker.chosen).max().unwrap_or(0) } else { 0 }
     }
@@ -346,7 +346,7 @@ mod tests {
                     open.push((load, load.book(demand, None, ExpectedOutput::default(), now)));
                 }
                 3 => open.drain(..open.len().min(2)).for_each(|(load, number)| load.release(number, 0, now)),
-                4 => load.choose(round),
+                4 => load.choose(),
                 5 => load.eject_until(Some(Timestamp::from(now + Duration::from_millis(draw >> 16 & 2047)))),
                 _ => {}
             }

@@ -73,7 +73,7 @@ pub(crate) struct LoadReading {
     pub(crate) is_server: bool,
     /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
     pub(crate) temporarily_ejected: bool,
-    /// Number of the choice that last chose the worker; 0 means never.
+    /// Number of the choice for its model that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// The reading expires then, even if the version does not change.
     pub(crate) until: Option<Timestamp>,
@@ -345,9 +345,9 @@ impl WorkerLoad {
         self.count_change();
     }
 
-    /// Records the number of the choice that chose the worker.
-    pub(crate) fn choose(&self, nth: u64) {
-        self.published.choose(nth);
+    /// Records that the worker was chosen, with the number of the choice among those for its model.
+    pub(crate) fn choose(&self) {
+        self.published.choose(self.model_stats.get().map_or(1, |model| model.next_choice()));
         self.count_change();
     }
 

@@ -90,7 +90,7 @@ struct DecisionContext<'a> {
 }
 
 /// A worker that gets the same share of the requests as the others is chosen again within as many choices for each of
-/// them, but for a probability of e⁻⁸. Choices for other models count too.
+/// them, but for a probability of e⁻⁸.
 const UNUSED_ROUNDS: u64 = 8;
 
 impl<'a> PlacementRequest<'a> {

@@ -80,7 +80,7 @@ impl<'a> FleetView<'a> {
         self.snapshots.others_on_device(at)
     }
 
-    /// Number of the last choice of a worker of the pool; 0 if none shares its device with another.
+    /// Number of the last choice among those for the model; 0 if no worker shares its device with another.
     pub(crate) fn last_choice(&self) -> u64 {
         self.snapshots.last_choice()
     }

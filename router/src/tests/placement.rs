@@ -103,6 +103,20 @@ async fn a_worker_of_a_busy_device_is_not_left_without_requests() {
     harness.router.uncordon(WorkerId(2)).unwrap();
     assert_eq!((a.requests(), b.requests()), (17, 0));
     assert!(!counts().await, "16 choices have passed it by");
+    // Those for other models do not: one choice of the first worker follows that of the second one.
+    harness.join(3, Role::Both, "other", 1, &[]).await;
+    let answer_without = async |worker| {
+        harness.router.cordon(WorkerId(worker)).unwrap();
+        harness.answer(prompt(2, 16)).await.unwrap();
+        harness.router.uncordon(WorkerId(worker)).unwrap();
+    };
+    answer_without(1).await;
+    for _ in 0..16 {
+        harness.answer(Request { model: "other".into(), ..prompt(2, 16) }).await.unwrap();
+    }
+    answer_without(2).await;
+    assert!(counts().await);
+    assert_eq!((a.requests(), b.requests()), (20, 1));
 }
 
 #[tokio::test(start_paused = true)]
