@@ -12,7 +12,7 @@ const TICKS: f64 = 100.0;
 /// Bytes of a page.
 const PAGE: f64 = 4096.0;
 /// Time for the end after SIGTERM. The program under test needs it to write its profile (`make pgo`).
-const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A process that was started here. Dropping it stops it with SIGTERM, and kills what is left of it and its children.
