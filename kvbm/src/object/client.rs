@@ -10,7 +10,6 @@
 //! Circuit breaker: after 8 consecutive failures, reads and writes of blocks fail at once. The follower goes on
 //! polling every second; its first successful poll closes the circuit.
 
-mod connector;
 pub(super) mod health;
 mod listing;
 mod requests;

@@ -7,7 +7,6 @@
 //! valid too. A URL never contains a credential, so it can be printed. Credentials come from environment variables,
 //! which the caller reads.
 
-use super::connector::Connector;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -103,8 +102,9 @@ impl StoreLocation {
                 let builder =
                     options.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
-                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
             Cloud::Azure => {
                 let endpoint = endpoint.map(|endpoint| (AzureConfigKey::Endpoint, endpoint));
@@ -112,8 +112,9 @@ impl StoreLocation {
                 let builder =
                     options.fold(MicrosoftAzureBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&AzureConfigKey::Endpoint));
-                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
-                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
             Cloud::Google => {
                 let endpoint = endpoint.map(|endpoint| (GoogleConfigKey::BaseUrl, endpoint));
@@ -121,8 +122,9 @@ impl StoreLocation {
                 let builder = options
                     .fold(GoogleCloudStorageBuilder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let allow = is_plain_http(builder.get_config_value(&GoogleConfigKey::BaseUrl));
-                let builder = builder.with_client_options(client(allow)).with_http_connector(Connector);
-                Arc::new(builder.with_url(url.as_str()).with_retry(no_retries).build()?)
+                Arc::new(
+                    builder.with_url(url.as_str()).with_client_options(client(allow)).with_retry(no_retries).build()?,
+                )
             }
         }))
     }
