@@ -460,6 +460,7 @@ mod tests {
         assert_eq!((count_of_a(&["b"]), count_of_a(&["a"])), (0, 1000));
         assert!((850..950).contains(&count_of_a(&[])), "requests fail with the error of their deployment");
     }
+
     /// As when an alias and the servers of its model are replaced in one change.
     #[tokio::test(start_paused = true)]
     async fn a_changed_alias_waits_for_a_server_of_its_model() {

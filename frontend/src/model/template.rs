@@ -18,9 +18,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const NAME: &str = "chat template";
 
-/// Maximum instructions of one rendering. Most templates need less than 100 per message and 2,000 per tool. That of
-/// gpt-oss looks at all later messages for each message with a call of a tool: 2,000 messages, each with a call, need
-/// 26 million. 100 million take some seconds.
+/// Maximum instructions of one rendering. A template that looks at all later messages for each call of a tool, as that
+/// of gpt-oss does, needs 26 million for 2,000 messages with a call each and 200 tools (the one in the tests). 100
+/// million take some seconds.
 const MAX_INSTRUCTIONS: u64 = 100_000_000;
 
 /// Maximum bytes of a prompt: more tokens than the context of any model, and little enough memory for a server.
